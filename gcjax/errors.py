@@ -1,0 +1,15 @@
+"""The package's one exception: what a user can put right, said in one sentence."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class GcjaxError(Exception):
+    """An error whose message names the file, tensor or option at fault and says what to do."""
+
+
+def nearest(name: object, known: Iterable[object]) -> str:
+    """The end of an error message about a misspelt name: `did you mean 'x'?`, or all the names there are."""
+    names = [str(item) for item in known]
+    close = difflib.get_close_matches(str(name), names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(names)}"

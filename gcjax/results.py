@@ -1,0 +1,142 @@
+"""The hand-over between the JAX half and the reporting half: one `xarray.Dataset` a study, saved as netCDF.
+
+A study's dataset has these variables (float32 unless noted; `SCHEMA` holds the same as data):
+
+| variable | dims | what |
+|---|---|---|
+| cosine | run step source matrix space pair rank | `|<v_k, v'_k>|` (input) or `|<u_k, u'_k>|` (output) of adjacent layers |
+| overlap | run step source matrix space pair rank | `||V_k^T V'_k||_F^2 / k`, `rank` = k |
+| gram_alignment | run step source matrix space pair | cosine of the traceless Gram matrices |
+| sigma2_alignment | run full_step source matrix space pair | sigma^2-weighted cosine over the whole spectrum |
+| layer_cosine | run full_step source matrix space layer layer_other | leading-vector `|cos|` of any two layers |
+| sigma | run step source matrix layer rank | leading singular values |
+| gap | run step source matrix layer | s_1 / s_2 |
+| angle_bound | run step source matrix layer | bound on the leading vectors' numerical error, radians |
+| flagged (int8) | run step source matrix pair | 1 where either layer's bound or gap forbids trust, 0 elsewhere |
+| transfer | run step matrix space layer | leading-vector `|cos|` of the weight with its own cumulative gradient |
+| drift | run step matrix space layer | angle to the leading vector at the run's snapshot of highest continuity, radians |
+| update_ratio | run step matrix layer norm | `||W_t - W_0|| / ||W_0||`, Frobenius and spectral |
+| loss, loss_max | run step | training loss since the previous snapshot, mean and maximum, nats |
+| test_loss, test_accuracy | run step | on the held-out images: nats; fraction |
+| spectrum | run source matrix layer singular | all singular values at the last snapshot |
+| cosine_null | matrix space | mean of `|cos|` of two random directions |
+| cosine_null_quantile | matrix space quantile | its quantiles, one pair |
+| cosine_mean_null_quantile | matrix space quantile | the same for the mean over all pairs of one run |
+| overlap_null | matrix space rank | k / d |
+| gram_null_quantile | run source matrix space quantile | gram alignment, mean over pairs: each run's final spectra in Haar frames |
+
+Coordinates on `run`: `point` (the sweep's name for it), `variant`, `seed`, `status` (finished, diverged, unfinished) and every
+swept hyperparameter under its dotted config path. A diverged run keeps NaN from the snapshot at which it diverged on; NaN
+cosines of a finite run belong to zero matrices (the update and the cumulative gradient at step 0). Attributes are strings or
+numbers: `config`, `versions`, `data` and `sweep` (the swept paths) are JSON.
+"""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xarray as xr
+
+from gcjax.errors import GcjaxError
+
+SOURCES = ("weight", "update", "gradient", "cumulative_gradient")
+SPACES = ("input", "output")
+NORMS = ("frobenius", "spectral")
+QUANTILES = (0.025, 0.5, 0.975)
+STATUSES = ("finished", "diverged", "unfinished")
+FORMAT = 1
+
+_PAIRS = ("run", "step", "source", "matrix", "space", "pair")
+_LAYERS = ("run", "step", "source", "matrix", "layer")
+SCHEMA: Mapping[str, tuple[str, ...]] = {
+    "cosine": (*_PAIRS, "rank"),
+    "overlap": (*_PAIRS, "rank"),
+    "gram_alignment": _PAIRS,
+    "sigma2_alignment": ("run", "full_step", "source", "matrix", "space", "pair"),
+    "layer_cosine": ("run", "full_step", "source", "matrix", "space", "layer", "layer_other"),
+    "sigma": (*_LAYERS, "rank"),
+    "gap": _LAYERS,
+    "angle_bound": _LAYERS,
+    "flagged": ("run", "step", "source", "matrix", "pair"),
+    "transfer": ("run", "step", "matrix", "space", "layer"),
+    "drift": ("run", "step", "matrix", "space", "layer"),
+    "update_ratio": ("run", "step", "matrix", "layer", "norm"),
+    "loss": ("run", "step"),
+    "loss_max": ("run", "step"),
+    "test_loss": ("run", "step"),
+    "test_accuracy": ("run", "step"),
+    "spectrum": ("run", "source", "matrix", "layer", "singular"),
+    "cosine_null": ("matrix", "space"),
+    "cosine_null_quantile": ("matrix", "space", "quantile"),
+    "cosine_mean_null_quantile": ("matrix", "space", "quantile"),
+    "overlap_null": ("matrix", "space", "rank"),
+    "gram_null_quantile": ("run", "source", "matrix", "space", "quantile"),
+}
+RUN_COORDS = ("point", "variant", "seed", "status")
+ATTRIBUTES = ("format", "study", "config", "sweep", "versions", "device", "git_revision", "data", "wall_seconds")
+
+
+def dataset(variables: Mapping[str, np.ndarray], coords: Mapping[str, Any], attrs: Mapping[str, Any]) -> xr.Dataset:
+    """Name the axes of `variables` after `SCHEMA`; raises `GcjaxError` where a name or a number of axes does not fit."""
+    unknown = sorted(set(variables) - set(SCHEMA))
+    if unknown:
+        raise GcjaxError(f"results have no variable {', '.join(unknown)}; SCHEMA in gcjax/results.py lists them")
+    data = {name: (SCHEMA[name], value) for name, value in variables.items()}
+    result = xr.Dataset(data, coords=dict(coords), attrs={"format": FORMAT, **attrs})
+    return check(result, "these results")
+
+
+def check(result: xr.Dataset, origin: str) -> xr.Dataset:
+    """Return `result` when it follows the schema; raises `GcjaxError` naming `origin` and what is missing."""
+    if result.attrs.get("format") != FORMAT:
+        raise GcjaxError(f"{origin} is not a gcjax result of format {FORMAT}: its attribute 'format' is "
+                         f"{result.attrs.get('format')!r}")  # fmt: skip
+    missing = [f"attribute {name}" for name in ATTRIBUTES if name not in result.attrs]
+    missing += [f"coordinate {name}" for name in RUN_COORDS if name not in result.coords]
+    missing += [f"variable {name} over {SCHEMA[name]}" for name in SCHEMA if _dims(result, name) != SCHEMA[name]]
+    if missing:
+        raise GcjaxError(f"{origin} is not a complete gcjax result; missing: {'; '.join(missing)}")
+    return result
+
+
+def _dims(result: xr.Dataset, name: str) -> tuple[str, ...] | None:
+    return tuple(map(str, result[name].dims)) if name in result else None
+
+
+def save(result: xr.Dataset, path: str | os.PathLike[str]) -> Path:
+    """Write `result` as compressed netCDF, whole or not at all; raises `GcjaxError` when the disk refuses it."""
+    path = Path(path)
+    encoding = {str(name): {"zlib": True, "complevel": 4} for name, value in result.data_vars.items() if value.ndim}
+    scratch = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        os.close(handle)
+        result.to_netcdf(scratch, engine="h5netcdf", encoding=encoding)
+        os.chmod(scratch, 0o644)  # mkstemp made it private
+        os.replace(scratch, path)
+    except OSError as error:
+        raise GcjaxError(f"cannot write {path}: {error.strerror or error}; free space or permissions, then run the same "
+                         "command again: the finished runs are kept")  # fmt: skip
+    finally:
+        if scratch is not None and os.path.exists(scratch):
+            os.unlink(scratch)
+    return path
+
+
+def load(path: str | os.PathLike[str]) -> xr.Dataset:
+    """Read a study's results into memory; raises `GcjaxError` when the file is missing, damaged or not ours."""
+    path = Path(path)
+    if path.is_dir():
+        path = path / "results.nc"
+    if not path.exists():
+        raise GcjaxError(f"{path} does not exist; 'gcjax train' writes it at the end of a study")
+    try:
+        with xr.open_dataset(path, engine="h5netcdf") as handle:
+            result = handle.load()
+    except (OSError, ValueError, KeyError) as error:
+        raise GcjaxError(f"{path} cannot be read as netCDF ({error})") from error
+    return check(result, str(path))

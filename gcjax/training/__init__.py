@@ -1,0 +1,1 @@
+"""From a config to results: optimizers, sweeps, the training loop, checkpoints."""

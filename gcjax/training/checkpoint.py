@@ -1,0 +1,106 @@
+"""A pack's state and history on disk, together, whole or not at all. The only file that knows orbax.
+
+    PACK/running/STEP/   the newest checkpoints of a pack in training
+    PACK/final/          history, and the weights where the config keeps them, of a pack that has ended
+"""
+
+import logging
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from gcjax.errors import GcjaxError
+
+History = dict[str, np.ndarray]
+log = logging.getLogger(__name__)
+_orbax = threading.Lock()  # packs may train in threads of one process; orbax's savers are not made for that
+
+
+def save(pack: Path, step: int, state: Any, so_far: History) -> None:
+    """Write the state after `step` steps with the history so far, then drop all older checkpoints but one.
+
+    Raises `GcjaxError` when the disk refuses; what was saved before stays.
+    """
+    _write(pack / "running" / str(step), {"state": _to_host(state), "history": so_far})
+    for old in _steps(pack)[:-2]:
+        shutil.rmtree(pack / "running" / str(old), ignore_errors=True)
+
+
+def restore(pack: Path, like: Any) -> tuple[int, Any, History] | None:
+    """The newest readable checkpoint as (step, state, history), or None; `like` is a state with the same structure.
+
+    A damaged checkpoint is named in the log and the one before it is taken.
+    """
+    for step in reversed(_steps(pack)):
+        path = pack / "running" / str(step)
+        try:
+            saved = _read(path)
+            return step, _to_device(saved["state"], like), saved["history"]
+        except Exception as error:  # orbax and tensorstore raise whatever the damage leads them to
+            log.warning("%s is damaged and left out (%s)", path, str(error).splitlines()[0] if str(error) else error)
+    return None
+
+
+def finish(pack: Path, whole: History, params: Any | None) -> None:
+    """Write what an ended pack leaves behind and drop its checkpoints."""
+    kept = {"history": whole} | ({} if params is None else {"params": _to_host(params)})
+    _write(pack / "final", kept)
+    shutil.rmtree(pack / "running", ignore_errors=True)
+
+
+def finished(pack: Path) -> bool:
+    """Whether a pack has ended."""
+    return (pack / "final").is_dir()
+
+
+def history(pack: Path) -> History:
+    """The history of a pack that has ended; raises `GcjaxError` where it cannot be read."""
+    path = pack / "final"
+    try:
+        return _read(path)["history"]
+    except Exception as error:
+        raise GcjaxError(f"{path} is damaged; delete it and run the same command again to train its runs anew") from error
+
+
+def _steps(pack: Path) -> list[int]:
+    # orbax writes beside the final name and renames: other names are what a kill left behind
+    return sorted(int(path.name) for path in (pack / "running").glob("*") if path.name.isdigit())
+
+
+def _to_host(tree: Any) -> dict[str, np.ndarray]:
+    leaves = [jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+              for x in jax.tree.leaves(tree)]  # fmt: skip
+    return {f"{i:04d}": value for i, value in enumerate(jax.device_get(leaves))}
+
+
+def _to_device(saved: dict[str, np.ndarray], like: Any) -> Any:
+    def place(value: np.ndarray, old: jax.Array) -> jax.Array:
+        if jax.dtypes.issubdtype(old.dtype, jax.dtypes.prng_key):
+            return jax.device_put(jax.random.wrap_key_data(value), old.sharding)
+        if value.shape != old.shape or value.dtype != old.dtype:
+            raise ValueError(f"holds {value.dtype}{value.shape} where {old.dtype}{old.shape} belongs")
+        return jax.device_put(value, old.sharding)
+
+    leaves, structure = jax.tree.flatten(like)
+    if len(saved) != len(leaves):
+        raise ValueError(f"holds {len(saved)} arrays where {len(leaves)} belong")
+    return structure.unflatten([place(saved[f"{i:04d}"], old) for i, old in enumerate(leaves)])
+
+
+def _write(path: Path, tree: Any) -> None:
+    try:
+        with _orbax, ocp.PyTreeCheckpointer() as writer:
+            writer.save(path.absolute(), tree, force=True)
+    except (OSError, ValueError) as error:
+        raise GcjaxError(f"cannot write the checkpoint {path}: {str(error).splitlines()[0]}; free space or permissions, then "
+                         "run the same command again: it resumes from the last good checkpoint") from error  # fmt: skip
+
+
+def _read(path: Path) -> Any:
+    with _orbax, ocp.PyTreeCheckpointer() as reader:
+        return reader.restore(path.absolute())

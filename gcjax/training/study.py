@@ -1,0 +1,155 @@
+"""`gcjax train`: a config and a workdir -> the study's results, resumable at any moment.
+
+    WORKDIR/record.json   the config and the data this workdir belongs to
+    WORKDIR/packs/        checkpoints of packs in training, histories of those that have ended
+    WORKDIR/results.nc    the dataset, once every run has ended
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import xarray as xr
+from ml_collections import ConfigDict
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from gcjax import config as configs
+from gcjax import results
+from gcjax.errors import GcjaxError, nearest
+from gcjax.geometry.spectra import SOLVERS
+from gcjax.training import checkpoint, executor, optim, problem, sweep, workers
+from gcjax.training.assemble import assemble
+
+OURS = ("packs", "results.nc", "claims.md", "claims.csv", "summary.csv", "figures", "record.json")
+FREE = ("executor.workers", "checkpoint.seconds")  # may change between resumes: they do not reach the results
+SHARED = ("train.steps", "train.chunk", "model.depth", "model.width", "measure", "data", "executor", "checkpoint")
+
+
+def train(config: ConfigDict, workdir: str | os.PathLike[str], *, overwrite: bool = False, console: Console | None = None) -> xr.Dataset:  # fmt: skip
+    """Train every run of `config`, write `results.nc` into `workdir` and return it.
+
+    Interrupted at any moment, the same call resumes; done already, it returns what is there. Raises `GcjaxError` for a
+    config that cannot run (before anything is trained), for a workdir that belongs to another config (unless `overwrite`)
+    and for a disk that refuses to take the results.
+    """
+    console = console or Console(stderr=True)
+    listed = check(config)
+    arrays, provenance = problem.load_data(listed[0].config)
+    width = executor.vmap_width(config)
+    workdir = open_workdir(Path(workdir), _record(config, provenance, width), overwrite)
+    path = workdir / "results.nc"
+    if path.exists():
+        console.print(f"{path} is complete; nothing to train (--overwrite begins anew)", highlight=False)
+        return results.load(path)
+    packs = sweep.packs(listed, width)
+    begun = time.monotonic()
+    with watch(console, packs, config.train.steps) as report:
+        try:
+            if jax.default_backend() == "cpu":
+                workers.train_on_cores(packs, config, workdir, report)
+            else:
+                executor.train_on_accelerators(packs, config, arrays, workdir / "packs", report, threading.Event())
+        except KeyboardInterrupt:
+            raise GcjaxError(f"stopped; the same command resumes from {workdir / 'packs'}") from None
+    histories = [checkpoint.history(workdir / "packs" / pack.name) for pack in packs]
+    result = assemble(config, packs, histories, provenance, time.monotonic() - begun)
+    results.save(result, path)
+    return result
+
+
+def check(config: ConfigDict) -> list[sweep.Run]:
+    """The runs of a config that can run; raises `GcjaxError` with the field at fault otherwise."""
+    listed = sweep.runs(config)
+    for path in sweep.swept(listed):
+        if path.startswith(SHARED):
+            raise GcjaxError(f"the points of one study must share {path}: it shapes the results; run one study for each")
+    for run in listed[:: config.seeds]:
+        _check_run(run.config)
+    return listed
+
+
+def _check_run(config: ConfigDict) -> None:
+    least = {"train.steps": 1, "train.batch_size": 1, "train.chunk": 1, "measure.every": 1, "measure.full": 1,
+             "model.depth": 2, "model.width": 2, "executor.vmap_width": 0, "executor.workers": 0}  # fmt: skip
+    for path, low in least.items():
+        if configs.get(config, path) < low:
+            raise GcjaxError(f"{path}={configs.get(config, path)} is too small; it must be at least {low}")
+    if min(config.measure.early, default=0) < 0:
+        raise GcjaxError(f"measure.early={config.measure.early} holds a negative step; steps count from 0")
+    if not 1 <= config.measure.rank <= config.model.width:
+        raise GcjaxError(f"measure.rank={config.measure.rank} is outside 1..{config.model.width}, the ranks of a "
+                         f"{config.model.width} x {config.model.width} matrix")  # fmt: skip
+    if config.measure.solver not in SOLVERS:
+        raise GcjaxError(f"measure.solver={config.measure.solver!r} does not exist; {nearest(config.measure.solver, SOLVERS)}")
+    optim.build(config.optim, config.train.steps, problem.build(config).roles)
+
+
+def _record(config: ConfigDict, provenance: Mapping[str, Any], width: int) -> dict[str, Any]:
+    """What a workdir belongs to: everything that its results depend on, as JSON holds it."""
+    record = {"config": config.to_dict(), "data": dict(provenance), "vmap_width": width}
+    return json.loads(json.dumps(record))
+
+
+def open_workdir(workdir: Path, record: Mapping[str, Any], overwrite: bool) -> Path:
+    """Make or reopen a workdir; raises `GcjaxError` where it cannot be used or belongs to something else."""
+    kept = workdir / "record.json"
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        old = json.loads(kept.read_text()) if kept.exists() else None
+        if old is None and any(workdir.iterdir()):
+            raise GcjaxError(f"{workdir} holds files that no gcjax study wrote; give an empty or a new --workdir")
+        differing = [line for line in configs.differences(old or record, record)
+                     if line.partition(":")[0].removeprefix("config.") not in FREE]  # fmt: skip
+        if differing and not overwrite:
+            more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
+            raise GcjaxError(f"{workdir} belongs to another study ({'; '.join(differing[:5])}{more}); take another --workdir, "
+                             "or --overwrite to delete its results and begin anew")  # fmt: skip
+        if overwrite and old is not None:
+            for name in OURS:
+                path = workdir / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        scratch = workdir / ".record.json"
+        scratch.write_text(json.dumps(record, indent=1))
+        scratch.replace(kept)
+    except (OSError, ValueError) as error:
+        raise GcjaxError(f"the workdir {workdir} cannot be used: {error}") from error
+    return workdir
+
+
+@contextlib.contextmanager
+def watch(console: Console, packs: Sequence[sweep.Pack], steps: int) -> Iterator[executor.Report]:
+    """Progress of a study: a bar for all of it and one for each pack in training; where nobody watches, a line for each pack that ends."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f} run-steps"),
+               TextColumn("{task.fields[rate]}"), TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
+    total, done, ended = sum(len(pack.runs) for pack in packs) * steps, dict[str, int](), set[str]()
+    tasks: dict[str, TaskID] = {}
+    lock, begun = threading.Lock(), time.monotonic()
+    first: dict[str, int] = {}
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        whole = progress.add_task("all runs", total=total, rate="")
+
+        def report(pack: sweep.Pack, now: int) -> None:
+            with lock:
+                first.setdefault(pack.name, now)
+                done[pack.name] = now * len(pack.runs)
+                fresh = sum(done.values()) - sum(first[p.name] * len(p.runs) for p in packs if p.name in first)
+                rate = f"{fresh / max(time.monotonic() - begun, 1e-9):.0f}/s"
+                progress.update(whole, completed=sum(done.values()), rate=rate)
+                label = f"{pack.runs[0].point}, seed {', '.join(str(run.seed) for run in pack.runs)}"
+                if pack.name not in tasks:
+                    tasks[pack.name] = progress.add_task(label, total=steps, rate="")
+                progress.update(tasks[pack.name], completed=now, visible=now < steps)
+                if now == steps and pack.name not in ended:
+                    ended.add(pack.name)
+                    if not console.is_terminal:
+                        console.print(f"{len(ended)}/{len(packs)} {label}: {steps} steps, {rate} overall", highlight=False)
+
+        yield report

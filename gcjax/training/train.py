@@ -1,0 +1,136 @@
+"""One run as pure functions (init, step, chunk, snapshot), and the programs that train a pack of them side by side."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from ml_collections import FrozenConfigDict
+
+from gcjax.geometry.continuity import measure
+from gcjax.results import SOURCES
+from gcjax.training import optim, sweep
+from gcjax.training.problem import Problem, build
+
+
+class State(NamedTuple):
+    """Everything a run carries from step to step."""
+
+    params: Any
+    opt_state: Any
+    cumulative: Any  # sum of the raw gradients of the matrices, in the parameters' own layout
+    key: jax.Array  # of the batches; with `step` it says which one is next
+    step: jax.Array
+
+
+def init(problem: Problem, tx: optax.GradientTransformation, seed: jax.Array) -> State:
+    """The state before the first step. The seed fixes the initial weights and the batches, nothing else does."""
+    init_key, batch_key = jax.random.split(jax.random.key(seed))
+    params = problem.init(init_key)
+    cumulative = jax.tree.map(jnp.zeros_like, _matrices(problem, params))
+    return State(params, tx.init(params), cumulative, batch_key, jnp.zeros((), jnp.int32))
+
+
+def _matrices(problem: Problem, params: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in params.items() if problem.roles[name] == "matrix"}
+
+
+def step(problem: Problem, tx: optax.GradientTransformation, data: Any, state: State) -> tuple[State, jax.Array]:
+    """One optimizer step; returns the next state and the loss before it."""
+    batch = problem.batch(data, state.key, state.step)
+    loss, grads = jax.value_and_grad(problem.loss)(state.params, batch)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params)
+    cumulative = jax.tree.map(jnp.add, state.cumulative, _matrices(problem, grads))
+    params = optax.apply_updates(state.params, updates)
+    return State(params, opt_state, cumulative, state.key, state.step + 1), loss
+
+
+def chunk(
+    problem: Problem, tx: optax.GradientTransformation, data: Any, state: State, steps: jax.Array
+) -> tuple[State, dict[str, jax.Array]]:
+    """`steps` optimizer steps (traced, so every length shares a program), with the mean and maximum of their losses."""
+
+    def body(_: Any, carry: tuple[State, jax.Array, jax.Array]) -> tuple[State, jax.Array, jax.Array]:
+        state, total, largest = carry
+        state, loss = step(problem, tx, data, state)
+        return state, total + loss, jnp.maximum(largest, loss)  # maximum keeps NaN
+
+    zero, lowest = jnp.zeros((), jnp.float32), jnp.full((), -jnp.inf, jnp.float32)
+    state, total, largest = jax.lax.fori_loop(0, steps, body, (state, zero, lowest))
+    return state, {"loss": total / steps, "loss_max": largest}
+
+
+def snapshot(problem: Problem, data: Any, state: State, initial: Any, rank: int, solver: str) -> dict[str, Any]:
+    """Everything that is measured at one moment, sources on the first axis of a matrix's measures (see gcjax.results).
+
+    The gradient is that of the batch which the next step will use.
+    """
+    loss, grads = jax.value_and_grad(problem.loss)(state.params, problem.batch(data, state.key, state.step))
+    weights = problem.stacks(state.params)
+    sources = {
+        "weight": weights,
+        "update": jax.tree.map(jnp.subtract, weights, initial),
+        "gradient": problem.stacks(grads),
+        "cumulative_gradient": problem.stacks(state.cumulative),
+    }
+    measured = {"batch_loss": loss, **problem.evaluate(state.params, data)}
+    for name in weights:
+        w_SLOI = jnp.stack([sources[source][name] for source in SOURCES])
+        found = jax.vmap(partial(measure, rank=rank, solver=solver))(w_SLOI)._asdict()
+        found = {label.rpartition("_")[0]: value for label, value in found.items()}
+        v_SLI, u_SLO = found.pop("leading_v"), found.pop("leading_u")
+        cumulative = SOURCES.index("cumulative_gradient")
+        found["transfer"] = jnp.stack([jnp.abs(jnp.sum(x[0] * x[cumulative], axis=-1)) for x in (v_SLI, u_SLO)])
+        found["leading_input"], found["leading_output"] = v_SLI[0], u_SLO[0]
+        found["norm"] = jnp.linalg.norm(w_SLOI, axis=(-2, -1))
+        measured |= {f"{name}/{label}": value for label, value in found.items()}
+    return measured
+
+
+class Programs(NamedTuple):
+    """A group's three jitted programs. Runs are the first axis of every state, traced hyperparameter and metric."""
+
+    init: Callable[..., tuple[State, Any]]  # seeds_R, traced -> state, initial stacks
+    chunk: Callable[..., tuple[State, dict[str, jax.Array]]]  # state (donated), traced, data, steps -> state, losses
+    snapshot: Callable[..., dict[str, Any]]  # state, initial, traced, data -> metrics
+
+
+def programs(static: FrozenConfigDict, width: int) -> Programs:
+    """Compile-once programs for packs of `width` runs of one group (`gcjax.training.sweep.Pack.static`)."""
+
+    def parts(traced: Mapping[str, jax.Array]) -> tuple[Problem, optax.GradientTransformation]:
+        config = sweep.bind(static, traced)
+        problem = build(config)
+        return problem, optim.build(config.optim, config.train.steps, problem.roles)
+
+    def init_run(seed: jax.Array, traced: Any) -> tuple[State, Any]:
+        problem, tx = parts(traced)
+        state = init(problem, tx, seed)
+        return state, problem.stacks(state.params)
+
+    def chunk_run(state: State, traced: Any, data: Any, steps: jax.Array) -> Any:
+        return chunk(*parts(traced), data, state, steps)
+
+    def snapshot_run(state: State, initial: Any, traced: Any, data: Any) -> dict[str, Any]:
+        problem, _ = parts(traced)
+        return snapshot(problem, data, state, initial, static.measure.rank, static.measure.solver)
+
+    return Programs(
+        init=jax.jit(_over_runs(init_run, (0, 0), width)),
+        chunk=jax.jit(_over_runs(chunk_run, (0, 0, None, None), width), donate_argnums=0),
+        snapshot=jax.jit(_over_runs(snapshot_run, (0, 0, 0, None), width)),
+    )
+
+
+def _over_runs(run: Callable[..., Any], axes: tuple[int | None, ...], width: int) -> Callable[..., Any]:
+    if width > 1:
+        return jax.vmap(run, in_axes=axes)
+
+    # A batch axis of 1 would still turn every matrix product into a batched one, which is slower on CPU.
+    def alone(*args: Any) -> Any:
+        own = [arg if axis is None else jax.tree.map(lambda x: x[0], arg) for arg, axis in zip(args, axes)]
+        return jax.tree.map(lambda x: x[None], run(*own))
+
+    return alone
