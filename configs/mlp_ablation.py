@@ -172,16 +172,14 @@ def init_scale() -> dict:
 
 
 def optimizer() -> dict:
-    """Is it Adam's doing: three variants under eight optimizers. Adam with b1 = 0.9 and b2 = 0 divides by gradients near 0;
+    """Is it Adam's doing: three variants under six optimizers. Adam with b1 = 0.9 and b2 = 0 divides by gradients near 0;
     it is here, whatever comes of it, beside b1 = b2 = 0 (the sign of the gradient)."""
     optimizers = {
         "adam": {"name": "adam", "lr": 1e-3},
         "adam b2=0": {"name": "adam", "lr": 3e-4, "b2": 0.0},
         "adam b1=b2=0": {"name": "adam", "lr": 3e-4, "b1": 0.0, "b2": 0.0},
-        "adamw": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.01},
         "sgd": {"name": "sgd", "lr": 0.03},
         "momentum": {"name": "momentum", "lr": 0.003},
-        "rmsprop": {"name": "rmsprop", "lr": 3e-4},
         "muon": {"name": "muon", "lr": 2e-3},
     }
     points = tuple(
