@@ -72,7 +72,7 @@ def get_config(preset: str = "quick") -> ConfigDict:
             "measure": {
                 "rank": 8,
                 "solver": "gram",  # gram, svd
-                "early": (0, 10, 30, 100, 250),  # snapshots beside the regular ones
+                "early": (0, 1, 3, 10, 50, 200),  # snapshots beside the regular ones
                 "every": 500,
                 "full": 8,  # snapshots that keep the whole-spectrum measures and the layer x layer maps
             },

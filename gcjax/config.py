@@ -40,6 +40,9 @@ def _set(config: ConfigDict, spec: str, path: str, text: str) -> None:
     known = [name for name, _ in leaves(config)]
     if path not in known:
         raise GcjaxError(f"{spec} has no field config.{path}; {nearest(path, known)}")
+    points = list(config.get("points", ()))
+    if points and all(path in dict(leaves(point)) for point in points):
+        raise GcjaxError(f"config.{path}={text} would change nothing: every point of {spec} sets {path} itself")
     section, _, name = path.rpartition(".")
     holder, old = (get(config, section) if section else config), get(config, path)
     value: Any = text
@@ -58,7 +61,7 @@ def _set(config: ConfigDict, spec: str, path: str, text: str) -> None:
         raise GcjaxError(f"config.{path}={text} is not a {type(old).__name__}, as {old!r} is") from error
 
 
-def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(config: Mapping[str, Any] | ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every field of a nested config as (dotted path, value)."""
     for name, value in config.items():
         if isinstance(value, (list, tuple)) and any(isinstance(item, Mapping) for item in value):

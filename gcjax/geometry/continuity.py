@@ -43,7 +43,7 @@ def overlaps(x_LDK: Float[Array, "L D K"]) -> Float[Array, "P K"]:
     """`||X_k^T X'_k||_F^2 / k` for the leading k-dimensional subspaces, every k at once; chance level k / D."""
     square_PKJ = jnp.einsum("pdk,pdj->pkj", x_LDK[:-1], x_LDK[1:]) ** 2
     total_PK = jnp.diagonal(jnp.cumsum(jnp.cumsum(square_PKJ, axis=-2), axis=-1), axis1=-2, axis2=-1)
-    return total_PK / jnp.arange(1, x_LDK.shape[-1] + 1)
+    return total_PK / jnp.arange(1, x_LDK.shape[-1] + 1, dtype=x_LDK.dtype)
 
 
 def gram_alignment(w_LOI: Float[Array, "L O I"]) -> Float[Array, "P"]:
