@@ -180,7 +180,7 @@ def optimizer() -> dict:
         "adam b1=b2=0": {"name": "adam", "lr": 3e-4, "b1": 0.0, "b2": 0.0},
         "sgd": {"name": "sgd", "lr": 0.03},
         "momentum": {"name": "momentum", "lr": 0.003},
-        "muon": {"name": "muon", "lr": 2e-3},
+        "muon": {"name": "muon", "lr": 2e-3, "nesterov": True},
     }
     points = tuple(
         point(name, label, optim=settings)

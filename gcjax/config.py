@@ -22,10 +22,10 @@ def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
     if not Path(file).is_file():
         raise GcjaxError(f"the config {file} does not exist; --config takes FILE.py or FILE.py:PRESET")
     try:
-        get_config = runpy.run_path(file)["get_config"]
-        config = get_config(preset) if preset else get_config()
-    except KeyError as error:
-        raise GcjaxError(f"{file} defines no {error}; a config is a Python file with get_config(preset)") from error
+        module = runpy.run_path(file)
+        if "get_config" not in module:
+            raise GcjaxError(f"{file} defines no get_config; a config is a Python file with get_config(preset)")
+        config = module["get_config"](preset) if preset else module["get_config"]()
     except (ValueError, SyntaxError) as error:
         raise GcjaxError(f"{spec}: {error}") from error
     for override in overrides:
@@ -37,7 +37,7 @@ def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:
 
 
 def _set(config: ConfigDict, spec: str, path: str, text: str) -> None:
-    known = [name for name, _ in leaves(config)]
+    known = [name for name, _ in leaves(config) if not name.startswith("points.")]
     if path not in known:
         raise GcjaxError(f"{spec} has no field config.{path}; {nearest(path, known)}")
     points = list(config.get("points", ()))
@@ -52,8 +52,9 @@ def _set(config: ConfigDict, spec: str, path: str, text: str) -> None:
         except (ValueError, SyntaxError):
             value = tuple(text.split(",")) if isinstance(old, tuple) else text
         if isinstance(old, tuple) and not isinstance(value, tuple):
-            value = (value,)
-    if isinstance(old, bool) is not isinstance(value, bool):
+            value = tuple(value) if isinstance(value, list) else (value,)
+    strangers = old and isinstance(old, tuple) and not {type(item) for item in value} <= {type(item) for item in old}
+    if isinstance(old, bool) is not isinstance(value, bool) or (value is None and old is not None) or strangers:
         raise GcjaxError(f"config.{path}={text} is not a {type(old).__name__}, as {old!r} is")
     try:
         holder[name] = value

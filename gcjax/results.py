@@ -31,6 +31,7 @@ cosines of a finite run belong to zero matrices (the update and the cumulative g
 numbers: `config`, `versions`, `data` and `sweep` (the swept paths) are JSON.
 """
 
+import io
 import os
 import tempfile
 from collections.abc import Mapping
@@ -110,12 +111,14 @@ def save(result: xr.Dataset, path: str | os.PathLike[str]) -> Path:
     """Write `result` as compressed netCDF, whole or not at all; raises `GcjaxError` when the disk refuses it."""
     path = Path(path)
     encoding = {str(name): {"zlib": True, "complevel": 4} for name, value in result.data_vars.items() if value.ndim}
-    scratch = None
+    buffer, scratch = io.BytesIO(), None
+    result.to_netcdf(buffer, engine="h5netcdf", encoding=encoding)  # HDF5 itself crashes on a full disk
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        os.close(handle)
-        result.to_netcdf(scratch, engine="h5netcdf", encoding=encoding)
+        with open(handle, "wb") as file:
+            file.write(buffer.getbuffer())
+            os.fsync(handle)
         os.chmod(scratch, 0o644)  # mkstemp made it private
         os.replace(scratch, path)
     except OSError as error:
@@ -137,6 +140,6 @@ def load(path: str | os.PathLike[str]) -> xr.Dataset:
     try:
         with xr.open_dataset(path, engine="h5netcdf") as handle:
             result = handle.load()
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
         raise GcjaxError(f"{path} cannot be read as netCDF ({error})") from error
     return check(result, str(path))

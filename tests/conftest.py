@@ -1,9 +1,28 @@
-"""All tests run with the package's annotations checked (jaxtyping with beartype) and with strict dtype promotion."""
+"""All tests run with the package's annotations checked: jaxtyping's shapes, by beartype, at every call.
 
+A module that asks for the fixture `strict_promotion` also forbids implicit dtype promotion. It is not on for all,
+because optax mixes int32 counts with float32 itself.
+"""
+
+from collections.abc import Iterator
+
+import hypothesis
 import jaxtyping
+import pytest
 
-jaxtyping.install_import_hook("gcjax", "beartype.beartype")  # before gcjax is imported
+# Before gcjax is imported. An int is a float, as PEP 484 has it.
+jaxtyping.install_import_hook("gcjax", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
 
-import jax  # noqa: E402
+# `pytest --hypothesis-profile search` looks for new counterexamples.
+hypothesis.settings.register_profile("search", deadline=None, database=None, max_examples=1000)
+hypothesis.settings.register_profile("gcjax", deadline=None, derandomize=True, database=None, max_examples=25)
+hypothesis.settings.load_profile("gcjax")
 
-jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+@pytest.fixture(scope="module")
+def strict_promotion() -> Iterator[None]:
+    """No implicit dtype promotion while the module's tests run."""
+    import jax
+
+    with jax.numpy_dtype_promotion("strict"):
+        yield

@@ -43,11 +43,24 @@ def as_stack(matrices: Any) -> jax.Array:
 
 
 def _as_array(value: Any) -> jax.Array:
-    if isinstance(value, (np.ndarray, jax.Array)) or not hasattr(value, "__dlpack__"):
-        return jnp.asarray(value)
-    return jnp.from_dlpack(value.detach() if hasattr(value, "detach") else value)
+    try:
+        if isinstance(value, (np.ndarray, jax.Array)) or not hasattr(value, "__dlpack__"):
+            array = jnp.asarray(value)
+        else:
+            for method in ("detach", "contiguous"):  # torch: DLPack takes no gradients, JAX no strides
+                value = getattr(value, method)() if hasattr(value, method) else value
+            array = jnp.from_dlpack(value)
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        raise GcjaxError(f"a {type(value).__name__} cannot be read as an array ({error}); give NumPy arrays") from error
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        raise GcjaxError("the matrices of a stack must be real, these are complex")
+    return array
 
 
-def continuity(matrices: Any, rank: int = 8, solver: str = "svd") -> Continuity:
-    """Measure a stack (see `as_stack`) for singular ranks 1..`rank`; `solver` is "svd" or "gram" (see `spectra`)."""
-    return measure_jit(as_stack(matrices), rank=rank, solver=solver)
+def continuity(matrices: Any, rank: int | None = None, solver: str = "svd") -> Continuity:
+    """Measure a stack (see `as_stack`) for singular ranks 1..`rank` (8, or all where there are fewer, when None).
+
+    `solver` is "svd" or "gram" (see `spectra`). Raises `GcjaxError` for a rank that the matrices do not have.
+    """
+    w_LOI = as_stack(matrices)
+    return measure_jit(w_LOI, rank=min(8, *w_LOI.shape[1:]) if rank is None else rank, solver=solver)

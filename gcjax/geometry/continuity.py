@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from gcjax.geometry.spectra import Triplets, finite_nonzero, triplets
+from gcjax.geometry.spectra import Triplets, check_rank, finite_nonzero, triplets
 
 FLAG_ANGLE = 0.1  # radians
 FLAG_GAP = 1.01  # s_1 / s_2
@@ -54,9 +54,11 @@ def gram_alignment(w_LOI: Float[Array, "L O I"]) -> Float[Array, "P"]:
     largest_L11 = jnp.abs(w_LOI).max(axis=(-2, -1), keepdims=True)
     w_LOI = w_LOI / jnp.where(largest_L11 > 0, largest_L11, 1.0)
     g_LII = jnp.einsum("loi,loj->lij", w_LOI, w_LOI)
-    trace_L, d = jnp.trace(g_LII, axis1=-2, axis2=-1), g_LII.shape[-1]
-    square_L = jnp.einsum("lij,lij->l", g_LII, g_LII) - trace_L**2 / d
-    product_P = jnp.einsum("pij,pij->p", g_LII[:-1], g_LII[1:]) - trace_L[:-1] * trace_L[1:] / d
+    # The trace goes before the products: taken from them, it would cancel all digits of a nearly orthogonal matrix.
+    mean_L, eye_II = jnp.trace(g_LII, axis1=-2, axis2=-1) / g_LII.shape[-1], jnp.eye(g_LII.shape[-1], dtype=g_LII.dtype)
+    g_LII = g_LII - mean_L[:, None, None] * eye_II
+    square_L = jnp.einsum("lij,lij->l", g_LII, g_LII)
+    product_P = jnp.einsum("pij,pij->p", g_LII[:-1], g_LII[1:])
     return product_P / jnp.sqrt(square_L[:-1] * square_L[1:])
 
 
@@ -69,8 +71,9 @@ def sigma2_alignment(x_LDK: Float[Array, "L D K"], s_LK: Float[Array, "L K"]) ->
 
 def angle_bound(t: Triplets) -> Float[Array, "L"]:
     """Wedin's bound on the numerical error of u_1 and v_1, radians: residual over the distance s_1 - s_2 (pi/2 where void)."""
-    distance_L = t.s_LK[:, 0] - t.s_LK[:, 1] - t.residual_L
-    sine_L = jnp.where(distance_L > 0, t.residual_L / jnp.where(distance_L > 0, distance_L, 1.0), 1.0)
+    residual_L = t.residual_L + jnp.finfo(t.s_LK.dtype).eps * t.s_LK[:, 0]  # its own rounding
+    distance_L = t.s_LK[:, 0] - t.s_LK[:, 1] - residual_L
+    sine_L = jnp.where(distance_L > 0, residual_L / jnp.where(distance_L > 0, distance_L, 1.0), 1.0)
     return jnp.where(jnp.isnan(t.s_LK[:, 0]), jnp.nan, jnp.arcsin(jnp.clip(sine_L, 0.0, 1.0)))
 
 
@@ -78,8 +81,10 @@ def measure(w_LOI: Float[Array, "L O I"], rank: int, solver: str) -> Continuity:
     """Every measure of one stack `W[layer, out, in]`, for the singular ranks 1..`rank`; traceable, pure.
 
     Matrices with NaN or Inf, and zero ones, give NaN in every pair they take part in; so does a singular rank beyond a
-    matrix's numerical rank (`s_k <= eps max(O, I) s_1`).
+    matrix's numerical rank (`s_k <= eps max(O, I) s_1`). Raises `GcjaxError` for an unknown solver or a rank outside
+    1..min(O, I).
     """
+    check_rank(w_LOI, rank)
     with jax.default_matmul_precision("highest"):
         t = triplets(w_LOI, solver)
         eps = jnp.finfo(w_LOI.dtype).eps * max(w_LOI.shape[-2:])

@@ -48,6 +48,14 @@ def finite_nonzero(w_LOI: Float[Array, "L O I"]) -> tuple[Bool[Array, "L"], Bool
     return jnp.isfinite(w_LOI).all(axis=(-2, -1)), (w_LOI != 0).any(axis=(-2, -1))
 
 
+def check_rank(w_LOI: Float[Array, "L O I"], rank: int) -> int:
+    """Return `rank`; raises `GcjaxError` where it is not one of a matrix's, 1..min(O, I)."""
+    *_, o, i = w_LOI.shape
+    if not 1 <= rank <= min(o, i):
+        raise GcjaxError(f"rank {rank} is outside 1..{min(o, i)}, the ranks of a {o} x {i} matrix")
+    return rank
+
+
 def triplets(w_LOI: Float[Array, "L O I"], solver: str, rank: int | None = None) -> Triplets:
     """The leading `rank` singular triplets of every matrix of a stack (all of them when `rank` is None).
 
@@ -57,10 +65,7 @@ def triplets(w_LOI: Float[Array, "L O I"], solver: str, rank: int | None = None)
     """
     if solver not in SOLVERS:
         raise GcjaxError(f"there is no solver {solver!r}; {nearest(solver, SOLVERS)}")
-    full = min(w_LOI.shape[-2:])
-    rank = full if rank is None else rank
-    if not 1 <= rank <= full:
-        raise GcjaxError(f"rank {rank} is outside 1..{full}, the ranks of a {w_LOI.shape[-2]} x {w_LOI.shape[-1]} matrix")
+    rank = check_rank(w_LOI, min(w_LOI.shape[-2:]) if rank is None else rank)
     with jax.default_matmul_precision("highest"):
         finite_L, _ = finite_nonzero(w_LOI)
         safe_LOI = jnp.where(finite_L[:, None, None], w_LOI, 0.0)

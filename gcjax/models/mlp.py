@@ -68,16 +68,19 @@ class MLP(nn.Module):
         zeros, ones = nn.initializers.zeros_init(), nn.initializers.ones_init()
         L, D = self.depth, self.width
 
+        # These three first: Flax draws by order, so a seed then means the same weights whatever else there is.
         layers = {"w": self.param("hidden", lambda *a: self.init_gain * hidden(*a), (L, D, D))}
+        input_ID = self.param("input", fan_in, (x_BI.shape[-1], D))
+        readout_DC = self.param("readout", fan_in, (D, self.classes))
         if self.bias:
             layers["b"] = self.param("hidden_bias", zeros, (L, D))
         if self.normalization == "layernorm_affine":
             layers["scale"] = self.param("norm_scale", ones, (L, D))
             layers["shift"] = self.param("norm_shift", zeros, (L, D))
 
-        h_BD = x_BI.astype(jnp.float32) / 255 @ self.param("input", fan_in, (x_BI.shape[-1], D))
+        h_BD = x_BI.astype(jnp.float32) / 255 @ input_ID
         h_BD, _ = jax.lax.scan(lambda h, layer: (self.layer(h, layer), None), h_BD, layers)
-        logits_BC = h_BD @ self.param("readout", fan_in, (D, self.classes))
+        logits_BC = h_BD @ readout_DC
         return logits_BC + self.param("readout_bias", zeros, (self.classes,)) if self.bias else logits_BC
 
     def layer(self, h_BD: Array, layer: Mapping[str, Array]) -> Array:

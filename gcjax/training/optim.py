@@ -32,7 +32,6 @@ def schedule(config: Any, steps: int) -> optax.Schedule:
     return lambda count: config.lr * jnp.asarray(shape(count), jnp.float32)
 
 
-
 # Each takes the config's `optim` section (lr, betas, momentum and decay may be traced), the learning rate, and two masks:
 # which parameters are matrices (for Muon) and which decay.
 OPTIMIZERS: Mapping[str, Callable[[Any, optax.Schedule, Mask, Mask], optax.GradientTransformation]] = {
@@ -41,15 +40,20 @@ OPTIMIZERS: Mapping[str, Callable[[Any, optax.Schedule, Mask, Mask], optax.Gradi
     "sgd": lambda c, lr, matrix, decay: optax.sgd(lr),
     "momentum": lambda c, lr, matrix, decay: optax.sgd(lr, c.momentum, nesterov=c.nesterov),
     "rmsprop": lambda c, lr, matrix, decay: optax.rmsprop(lr, c.b2, c.eps),
-    "muon": lambda c, lr, matrix, decay: muon(
-        lr,
-        beta=c.momentum,
-        weight_decay=c.weight_decay,
-        adam_b1=c.b1,
-        adam_b2=c.b2,
-        adam_weight_decay=c.weight_decay,
-        adam_learning_rate=lambda count: lr(count) * c.muon_adam_ratio,
-        muon_weight_dimension_numbers=matrix,
+    # Not muon's own Adam: it would decay the vectors, and follow Muon's nesterov.
+    "muon": lambda c, lr, matrix, decay: optax.partition(
+        {
+            True: muon(
+                lr,
+                beta=c.momentum,
+                eps=c.eps,
+                nesterov=c.nesterov,
+                weight_decay=c.weight_decay,
+                muon_weight_dimension_numbers=MuonDimensionNumbers(reduction_axis=1, output_axis=2),
+            ),
+            False: OPTIMIZERS["adamw"](c, lambda count: lr(count) * c.muon_adam_ratio, matrix, decay),
+        },
+        matrix,
     ),
 }
 
@@ -65,9 +69,8 @@ def build(config: Any, steps: int, roles: Mapping[str, str]) -> optax.GradientTr
     if config.name not in OPTIMIZERS:
         raise GcjaxError(f"optim.name={config.name!r} does not exist; {nearest(config.name, OPTIMIZERS)}")
 
-    def matrix(params: Any) -> dict[str, MuonDimensionNumbers | None]:
-        numbers = MuonDimensionNumbers(reduction_axis=1, output_axis=2)
-        return {name: numbers if roles[name] == "matrix" else None for name in params}
+    def matrix(params: Any) -> dict[str, bool]:
+        return {name: roles[name] == "matrix" for name in params}
 
     def decay(params: Any) -> dict[str, bool]:
         return {name: roles[name] != "vector" for name in params}

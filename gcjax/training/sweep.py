@@ -5,6 +5,7 @@ to `vmap_width` runs of a group; packs depend on the config alone, never on what
 device count, so a resumed study computes what the uninterrupted one would have.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -52,7 +53,9 @@ def runs(config: ConfigDict) -> list[Run]:
     if config.seeds < 1:
         raise GcjaxError(f"seeds={config.seeds} leaves nothing to run; give at least 1")
     points = list(config.points) or [{"point": config.variant or "base"}]
-    names = [point["point"] for point in points]
+    names = [point.get("point") for point in points]
+    if None in names or len(set(names)) < len(names):
+        raise GcjaxError(f"every point needs a name of its own, as 'point'; these have {', '.join(map(repr, names))}")
     for name in config.only:
         if name not in names:
             raise GcjaxError(f"only={name!r} is not a point of this study; {nearest(name, names)}")
@@ -72,10 +75,14 @@ def _apply(config: ConfigDict, changes: Mapping[str, Any], point: str, prefix: s
     for key, value in changes.items():
         if key not in config:
             raise GcjaxError(f"point {point!r} sets {prefix}{key}, which the config does not have; {nearest(key, config)}")
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and isinstance(config[key], ConfigDict):
             _apply(config[key], value, point, f"{prefix}{key}.")
-        else:
+            continue
+        try:
             config[key] = value
+        except TypeError as error:
+            was = config[key]
+            raise GcjaxError(f"point {point!r} sets {prefix}{key}={value!r}; it must be like {was!r}") from error
 
 
 def swept(listed: list[Run]) -> list[str]:
@@ -100,7 +107,8 @@ def packs(listed: list[Run], vmap_width: int) -> list[Pack]:
 
 def static(config: ConfigDict) -> FrozenConfigDict:
     """The hashable part of a run's config: TRACED fields blanked, fields of the study left out."""
-    kept = ConfigDict({key: value for key, value in config.to_dict().items() if key not in STUDY_FIELDS})
+    plain = json.loads(configs.to_json(config))  # a frozen tuple and a frozen list are not equal
+    kept = ConfigDict({key: value for key, value in plain.items() if key not in STUDY_FIELDS})
     for path in TRACED:
         section, name = path.split(".")
         kept[section][name] = 0.0

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Installs with the test extras into .venv and runs the checks and the tests: bash launch/test.sh [pytest arguments]
+EXTRAS=test source "$(dirname "$0")/setup.sh"
+"$VENV/bin/ruff" check .
+"$VENV/bin/lint-imports"
+"$VENV/bin/python" -m pytest "$@"
