@@ -1,6 +1,6 @@
 """The ablations of arXiv 2605.04971, section 4: a 16-layer, 256-wide residual MLP on MNIST.
 
-    gcjax train --config configs/mlp_ablation.py:PRESET --workdir runs/mlp
+gcjax train --config configs/mlp_ablation.py:PRESET --workdir runs/mlp
 """
 
 from ml_collections import ConfigDict

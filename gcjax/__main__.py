@@ -13,8 +13,8 @@ EXAMPLES = """examples:
 
 'gcjax VERB --help' says more about one verb."""
 
-TRAIN = """Train every run of a study, many seeds and settings, and report on it. Stopped at any moment (Ctrl-C, kill, power), the
-same command resumes; a workdir that is complete is only reported on."""
+TRAIN = """Train every run of a study, many seeds and settings, and report on it. Stopped at any moment (Ctrl-C, kill, power),
+the same command resumes; a workdir that is complete is only reported on."""
 TRAIN_EXAMPLES = """overrides:
   --config.PATH=VALUE sets one field of the config, as often as you like; a misspelt PATH names the nearest one.
 
@@ -26,7 +26,8 @@ examples:
       --config.data.source=idx --config.data.directory=/usr/share/datasets/fashion-mnist
 
 presets of configs/mlp_ablation.py: quick, paper, init_scale, optimizer, normalization"""
-REPORT = """Render a study's results again, without JAX: both tables on the terminal, claims.md, claims.csv, summary.csv, figures/."""
+REPORT = """Render a study's results again, without JAX: both tables on the terminal, claims.md, claims.csv,
+summary.csv, figures/."""
 REPORT_EXAMPLES = """examples:
   gcjax report runs/mlp
   gcjax report runs/mlp --formats pdf,png"""

@@ -23,7 +23,7 @@ A study's dataset has these variables (float32 unless noted; `SCHEMA` holds the 
 | cosine_null_quantile | matrix space quantile | its quantiles, one pair |
 | cosine_mean_null_quantile | matrix space quantile | the same for the mean over all pairs of one run |
 | overlap_null | matrix space rank | k / d |
-| gram_null_quantile | run source matrix space quantile | gram alignment, mean over pairs: each run's final spectra in Haar frames |
+| gram_null_quantile | run source matrix space quantile | gram alignment, mean over pairs: final spectra in Haar frames |
 
 Coordinates on `run`: `point` (the sweep's name for it), `variant`, `seed`, `status` (finished, diverged, unfinished) and every
 swept hyperparameter under its dotted config path. A diverged run keeps NaN from the snapshot at which it diverged on; NaN
@@ -123,7 +123,7 @@ def save(result: xr.Dataset, path: str | os.PathLike[str]) -> Path:
         os.replace(scratch, path)
     except OSError as error:
         raise GcjaxError(f"cannot write {path}: {error.strerror or error}; free space or permissions, then run the same "
-                         "command again: the finished runs are kept")  # fmt: skip
+                         "command again: the finished runs are kept") from error  # fmt: skip
     finally:
         if scratch is not None and os.path.exists(scratch):
             os.unlink(scratch)

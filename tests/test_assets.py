@@ -182,9 +182,7 @@ def test_an_unknown_name_gets_the_nearest_one():
 def test_python_without_pip_is_told_how_to_get_it(thing, cache, tmp_path, monkeypatch):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bare" / "bin" / "python"))
-    with pytest.raises(
-        GcjaxError, match=r"fetched with pip, which .*/bare/bin/python lacks: run 'python -m ensurepip'"
-    ):
+    with pytest.raises(GcjaxError, match=r"fetched with pip, which .*/bare/bin/python lacks: run 'python -m ensurepip'"):
         assets.fetch("thing", cache=cache)
 
 

@@ -251,9 +251,7 @@ def test_summary_has_a_row_a_point_with_counts_and_chance():
 
 
 def test_summary_keeps_the_order_of_the_results_and_shows_points_without_finished_runs():
-    rows = summary(
-        study([*paper(), replace(RELU, variant="Res+X", swept={"model.init_gain": 1.0}, statuses=["diverged"] * 5)])
-    )
+    rows = summary(study([*paper(), replace(RELU, variant="Res+X", swept={"model.init_gain": 1.0}, statuses=["diverged"] * 5)]))
     assert [row.variant for row in rows][:6] == [
         "NoRes+tanh",
         "NoRes+None",

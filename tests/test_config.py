@@ -120,9 +120,7 @@ def test_an_override_that_some_points_leave_free_is_taken(study):
 
 
 def test_a_missing_file_a_bad_preset_and_a_file_that_is_no_config_are_named(tmp_path, study):
-    with pytest.raises(
-        GcjaxError, match=r"the config nowhere\.py does not exist; --config takes FILE\.py or FILE\.py:PRESET"
-    ):
+    with pytest.raises(GcjaxError, match=r"the config nowhere\.py does not exist; --config takes FILE\.py or FILE\.py:PRESET"):
         configs.load("nowhere.py")
     with pytest.raises(GcjaxError, match="does not exist"):
         configs.load(str(tmp_path))
@@ -151,9 +149,7 @@ def test_presets_of_the_study_load_and_share_every_field(preset):
 
 
 def test_an_unknown_preset_of_the_study_is_refused():
-    with pytest.raises(
-        GcjaxError, match="there is no preset 'quik'; there are: quick, paper, init_scale, optimizer, norm"
-    ):
+    with pytest.raises(GcjaxError, match="there is no preset 'quik'; there are: quick, paper, init_scale, optimizer, norm"):
         configs.load(f"{STUDY}:quik")
 
 

@@ -81,16 +81,12 @@ def test_axes_are_labelled(drawn, name):
 def test_a_study_of_gains_has_a_row_a_variant(drawn):
     figure = drawn["gains"][0]["continuity_over_training"]
     titles = [ax.get_title(loc="left") for ax in figure.axes]
-    assert titles[:3] == [
-        f"Res+None\ninit_gain={gain:g}" if gain < 1 else "Res+None (0/3 runs)\ninit_gain=1" for gain in GAINS
-    ]
+    assert titles[:3] == [f"Res+None\ninit_gain={gain:g}" if gain < 1 else "Res+None (0/3 runs)\ninit_gain=1" for gain in GAINS]
     assert len(titles) == 6
 
 
 def test_many_settings_run_down_instead_of_across():
-    shown = panels.points(
-        study([Point(v, {"data.seedling": i}) for i in range(7) for v in ("Res+None", "Res+ReLU")], seeds=1)
-    )
+    shown = panels.points(study([Point(v, {"data.seedling": i}) for i in range(7) for v in ("Res+None", "Res+ReLU")], seeds=1))
     assert max(row for row, _ in panels.places(shown)) == 6
 
 
@@ -119,9 +115,7 @@ def test_spikes_divergence_and_the_positive_baseline_are_marked_where_they_occur
     assert "loss spike" in entries["quick"]
     assert "diverged" not in entries["quick"]
     assert {"loss spike", "diverged", figures.BASELINE} <= set(entries["paper"])
-    (positive,) = [
-        ax for ax in drawn["paper"][0]["continuity_over_training"].axes if "NoRes+ReLU" in ax.get_title(loc="left")
-    ]
+    (positive,) = [ax for ax in drawn["paper"][0]["continuity_over_training"].axes if "NoRes+ReLU" in ax.get_title(loc="left")]
     assert any(np.allclose(line.get_ydata(), 1 / np.pi) for line in positive.lines)
 
 

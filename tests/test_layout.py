@@ -63,9 +63,7 @@ def test_only_optim_builds_optax_chains():
             continue
         tree = ast.walk(ast.parse(path.read_text()))
         used = {
-            n.attr
-            for n in tree
-            if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "optax"
+            n.attr for n in tree if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "optax"
         }
         assert used <= OPTAX, path
         assert not {name for name in _imports(path) if name.startswith("optax.")}, path
@@ -95,7 +93,5 @@ def test_the_package_s_names_are_there_and_others_are_not():
         "import gcjax; assert callable(gcjax.train); assert callable(gcjax.report); gcjax.geometry.continuity; "
         "gcjax.config.load; [getattr(gcjax, n) for n in gcjax.__all__]; assert not hasattr(gcjax, 'nonsense')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, cwd=ROOT
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -175,9 +175,7 @@ def test_radial_and_none_turn_with_every_rotation_and_elementwise_ones_do_not(se
 
 @pytest.mark.parametrize(("form", "bias"), [("act_w", True), ("w_act", False)])
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
-def test_a_rotated_residual_stream_is_the_same_network_exactly_where_the_activation_is_equivariant(
-    activation, bias, form
-):
+def test_a_rotated_residual_stream_is_the_same_network_exactly_where_the_activation_is_equivariant(activation, bias, form):
     model = _model(activation=activation, form=form, bias=bias)
     params, images = _params(model), _images()
     q = jnp.asarray(frame(np.random.default_rng(2), WIDTH), jnp.float32)  # h -> h q for every h in the stream

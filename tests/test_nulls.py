@@ -175,9 +175,7 @@ def test_gram_alignment_quantiles_do_not_depend_on_scale():
     spectrum_LM = np.stack([RANDOM, STEEP])
     squares = nulls.haar_squares(8, 100)
     plain = nulls.gram_alignment_quantile([0.1, 0.9], spectrum_LM, squares)
-    np.testing.assert_allclose(
-        nulls.gram_alignment_quantile([0.1, 0.9], spectrum_LM * 1e-25, squares), plain, rtol=1e-4
-    )
+    np.testing.assert_allclose(nulls.gram_alignment_quantile([0.1, 0.9], spectrum_LM * 1e-25, squares), plain, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(12, 12), (20, 12)])

@@ -152,9 +152,7 @@ def test_muon_orthogonalizes_every_layer_of_the_stack_by_itself(layers, d):
     np.testing.assert_allclose(np.sort(diagonal), np.sort(singular), atol=2e-2)
     np.testing.assert_allclose(inside - diagonal[..., None] * np.eye(d), 0, atol=2e-2)
     backwards = run(params, [grads | {"hidden": grads["hidden"][::-1]}])
-    np.testing.assert_allclose(
-        (backwards["hidden"] - params["hidden"])[::-1], moved["hidden"] - params["hidden"], atol=1e-6
-    )
+    np.testing.assert_allclose((backwards["hidden"] - params["hidden"])[::-1], moved["hidden"] - params["hidden"], atol=1e-6)
 
 
 def test_muon_gives_embeddings_and_vectors_to_adam_at_their_own_rate():
@@ -217,9 +215,7 @@ def test_a_constant_schedule_is_constant():
 
 
 def test_warmup_rises_linearly_from_nothing_and_then_leaves_the_rate():
-    np.testing.assert_allclose(
-        _rates(100, (0, 5, 10, 11, 100), schedule="constant", warmup=10), [0, 0.05, 0.1, 0.1, 0.1]
-    )
+    np.testing.assert_allclose(_rates(100, (0, 5, 10, 11, 100), schedule="constant", warmup=10), [0, 0.05, 0.1, 0.1, 0.1])
 
 
 @pytest.mark.parametrize("warmup", [0, 20])
@@ -287,9 +283,7 @@ def _trained(made, tx, data, steps, seed=0):
     return first, state, total, losses
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "changes"), [("sgd", {}), ("adam", {}), ("sgd", {"clip_norm": 0.01}), ("muon", {})]
-)
+@pytest.mark.parametrize(("optimizer", "changes"), [("sgd", {}), ("adam", {}), ("sgd", {"clip_norm": 0.01}), ("muon", {})])
 def test_the_cumulative_gradient_sums_raw_gradients_before_the_optimizer_touches_them(optimizer, changes):
     first, last, total, losses = _trained(*_tiny(optimizer, lr=0.05, **changes), steps=8)
     assert set(last.cumulative) == {"hidden"}
@@ -307,9 +301,7 @@ def test_with_plain_sgd_the_update_is_the_cumulative_gradient_times_the_learning
     made, tx, data = _tiny("sgd", lr=0.05)
     first, last, _, _ = _trained(made, tx, data, steps=30)
     moved = np.asarray(last.params["hidden"], np.float64) - np.asarray(first.params["hidden"])
-    np.testing.assert_allclose(
-        moved, -0.05 * np.asarray(last.cumulative["hidden"]), atol=1e-5 * np.abs(moved).max() + 3e-7
-    )
+    np.testing.assert_allclose(moved, -0.05 * np.asarray(last.cumulative["hidden"]), atol=1e-5 * np.abs(moved).max() + 3e-7)
     assert np.abs(moved).max() > 1e-3
 
     found = jax.jit(partial(train.snapshot, made, rank=4, solver="svd"))(data, last, made.stacks(first.params))

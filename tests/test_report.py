@@ -77,9 +77,7 @@ def test_netcdf_changes_no_verdict(tmp_path):
 
 
 def test_tables_fit_the_terminal_and_show_every_claim(tmp_path, capsys):
-    points = [
-        replace(one, statuses=["diverged", "unfinished"]) if one.variant == "Res+SiLU" else one for one in paper()
-    ]
+    points = [replace(one, statuses=["diverged", "unfinished"]) if one.variant == "Res+SiLU" else one for one in paper()]
     results.save(study(points), tmp_path / "results.nc")
     report(tmp_path, formats=(), echo=True)
     printed = capsys.readouterr().out
@@ -137,9 +135,7 @@ def test_a_study_without_finished_runs_is_reported(tmp_path):
 
 def test_reporting_never_imports_jax(small):
     code = "import sys; from gcjax.reporting.report import report as f; f(sys.argv[1]); assert 'jax' not in sys.modules"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, small], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code, small], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -128,9 +128,7 @@ def test_another_format_is_refused(dataset, version):
     other = dataset.copy()
     del other.attrs["format"]
     other.attrs |= {} if version is None else {"format": version}
-    with pytest.raises(
-        GcjaxError, match=rf"mine is not a gcjax result of format 1: its attribute 'format' is {version!r}"
-    ):
+    with pytest.raises(GcjaxError, match=rf"mine is not a gcjax result of format 1: its attribute 'format' is {version!r}"):
         results.check(other, "mine")
 
 
@@ -155,9 +153,7 @@ def test_a_file_that_is_not_netcdf_is_named(tmp_path, content):
 def test_netcdf_of_another_origin_is_refused(tmp_path):
     path = tmp_path / "results.nc"
     xr.Dataset({"x": ("t", [1.0])}).to_netcdf(path, engine="h5netcdf")
-    with pytest.raises(
-        GcjaxError, match=r"results\.nc is not a gcjax result of format 1: its attribute 'format' is None"
-    ):
+    with pytest.raises(GcjaxError, match=r"results\.nc is not a gcjax result of format 1: its attribute 'format' is None"):
         results.load(path)
 
 
@@ -249,9 +245,7 @@ def _save_in_subprocess(path, limit=0):
     path.write_bytes(b"the old results")
     command = [sys.executable, "-W", "error", "-c", SAVE, str(path), str(limit)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, (
-        f"ended by {signal.Signals(-done.returncode).name}" if done.returncode < 0 else done.stderr
-    )
+    assert done.returncode == 0, f"ended by {signal.Signals(-done.returncode).name}" if done.returncode < 0 else done.stderr
     return json.loads(done.stdout)
 
 

@@ -168,9 +168,7 @@ def test_the_bound_on_the_angle_holds(solver, w_LOI):
     for layer, bound in enumerate(bound_L):
         if s_LK[layer, 0] < (1 + 1e-4) * s_LK[layer, 1]:
             continue  # no gap, nothing to compare with
-        error = max(
-            sine(found.v_LIK[layer, :, 0], vt_LKI[layer, 0]), sine(found.u_LOK[layer, :, 0], u_LOK[layer, :, 0])
-        )
+        error = max(sine(found.v_LIK[layer, :, 0], vt_LKI[layer, 0]), sine(found.u_LOK[layer, :, 0], u_LOK[layer, :, 0]))
         assert np.sin(bound) >= error
         if s_LK[layer, 0] > 1.1 * s_LK[layer, 1]:
             assert bound < 1e-4, "and it is of use where the gap is open"

@@ -48,7 +48,7 @@ FORMS = ("act_w", "w_act")
 
 
 class MLP(nn.Module):
-    """Declares the parameters; the arithmetic of one layer is `layer`. Input `[B, pixels]` uint8, output logits `[B, classes]`."""
+    """Declares the parameters; the arithmetic of one layer is `layer`. Input `[B, pixels]` uint8, output `[B, classes]`."""
 
     depth: int
     width: int

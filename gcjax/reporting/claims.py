@@ -258,9 +258,7 @@ def _join(settings: Sequence[Setting], outcomes: Mapping[str, _Outcome], rule: R
     """One outcome of all settings; what is lacking in one of them is noted, as long as enough others were judged."""
     judged = [setting for setting in settings if outcomes[setting.label].checks]
     checks = [
-        replace(check, name=f"{setting.label}: {check.name}")
-        for setting in judged
-        for check in outcomes[setting.label].checks
+        replace(check, name=f"{setting.label}: {check.name}") for setting in judged for check in outcomes[setting.label].checks
     ]
     notes = [f"{label}: {text}" for label, one in outcomes.items() for text in one.lacking + one.notes]
     kinds, needed = len({_optimizer_and_scale(setting) for setting in judged}), rule["min_settings"]

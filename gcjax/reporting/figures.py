@@ -138,9 +138,7 @@ def lags(ds: xr.Dataset) -> Figure:
     return _over_spaces(ds, np.arange(1, layers), diagonals, "distance between layers")
 
 
-def _over_spaces(
-    ds: xr.Dataset, x: np.ndarray, profile: Callable[[xr.Dataset, str], xr.DataArray], xlabel: str
-) -> Figure:
+def _over_spaces(ds: xr.Dataset, x: np.ndarray, profile: Callable[[xr.Dataset, str], xr.DataArray], xlabel: str) -> Figure:
     """`profile`, over run and `x`, of every point at the end in both spaces, with its interval and chance."""
     shown, confidence = panels.finished_somewhere(ds), measures.thresholds(ds)["confidence"]
     figure, axes = grid(shown, xlabel, "mean |cos| of singular vectors")

@@ -179,8 +179,7 @@ def per_run(ds: xr.Dataset, rules: Mapping[str, Any]) -> xr.Dataset:
         "accuracy_end": start.test_accuracy,
     }
     numbers |= {
-        f"{name}_chance": ds.seed.copy(data=np.broadcast_to(level.values, ds.sizes["run"]))
-        for name, level in chance.items()
+        f"{name}_chance": ds.seed.copy(data=np.broadcast_to(level.values, ds.sizes["run"])) for name, level in chance.items()
     }
     bare = {name: value.transpose("run").variable for name, value in numbers.items()}
     coords = {name: value.variable for name, value in ds.coords.items() if value.dims == ("run",)}

@@ -57,9 +57,7 @@ def _head(ds: xr.Dataset) -> str:
     counts = {status: int((ds.status == status).sum()) for status in results.STATUSES}
     ended = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     sure = measures.thresholds(ds)["confidence"]
-    return (
-        f"{ds.sizes['run']} runs: {ended}. Means are over finished runs, in brackets their {100 * sure:.3g}% interval."
-    )
+    return f"{ds.sizes['run']} runs: {ended}. Means are over finished runs, in brackets their {100 * sure:.3g}% interval."
 
 
 def _legend(ds: xr.Dataset) -> str:

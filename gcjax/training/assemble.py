@@ -104,8 +104,11 @@ def _drift(joined: Mapping[str, np.ndarray], name: str) -> np.ndarray:
         x_RSLD = joined[f"{name}/leading_{space}"]
         known = np.nan_to_num(continuity_RSA[..., a], nan=-1.0)
         peak_RLD = x_RSLD[np.arange(len(x_RSLD)), known.argmax(axis=1)]
-        cosine_RSL = np.abs(np.einsum("rsld,rld->rsl", x_RSLD, peak_RLD))
-        drifts.append(np.arccos(np.clip(cosine_RSL, 0.0, 1.0)))
+        sign_RSL1 = np.where(np.einsum("rsld,rld->rsl", x_RSLD, peak_RLD) < 0, -1.0, 1.0)[..., None]
+        turned_RSLD = sign_RSL1 * peak_RLD[:, None]
+        # Half the angle's tangent: the arccosine of a rounded cosine cannot tell small angles from 0.
+        apart, together = (np.linalg.norm(x, axis=-1) for x in (x_RSLD - turned_RSLD, x_RSLD + turned_RSLD))
+        drifts.append(2 * np.arctan2(apart, together))
     return np.stack(drifts, axis=2)
 
 

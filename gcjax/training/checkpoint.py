@@ -1,7 +1,7 @@
 """A pack's state and history on disk, together, whole or not at all. The only file that knows orbax.
 
-    PACK/running/STEP/   the newest checkpoints of a pack in training
-    PACK/final/          history, and the weights where the config keeps them, of a pack that has ended
+PACK/running/STEP/   the newest checkpoints of a pack in training
+PACK/final/          history, and the weights where the config keeps them, of a pack that has ended
 """
 
 import logging

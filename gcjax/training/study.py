@@ -1,8 +1,8 @@
 """`gcjax train`: a config and a workdir -> the study's results, resumable at any moment.
 
-    WORKDIR/record.json   the config and the data this workdir belongs to
-    WORKDIR/packs/        checkpoints of packs in training, histories of those that have ended
-    WORKDIR/results.nc    the dataset, once every run has ended
+WORKDIR/record.json   the config and the data this workdir belongs to
+WORKDIR/packs/        checkpoints of packs in training, histories of those that have ended
+WORKDIR/results.nc    the dataset, once every run has ended
 """
 
 import contextlib
@@ -33,7 +33,9 @@ FREE = ("executor.workers", "checkpoint.seconds")  # may change between resumes:
 SHARED = ("train.steps", "train.chunk", "model.depth", "model.width", "measure", "data", "executor", "checkpoint")
 
 
-def train(config: ConfigDict, workdir: str | os.PathLike[str], *, overwrite: bool = False, console: Console | None = None) -> xr.Dataset:  # fmt: skip
+def train(
+    config: ConfigDict, workdir: str | os.PathLike[str], *, overwrite: bool = False, console: Console | None = None
+) -> xr.Dataset:
     """Train every run of `config`, write `results.nc` into `workdir` and return it.
 
     Interrupted at any moment, the same call resumes; done already, it returns what is there. Raises `GcjaxError` for a
@@ -126,7 +128,7 @@ def open_workdir(workdir: Path, record: Mapping[str, Any], overwrite: bool) -> P
 
 @contextlib.contextmanager
 def watch(console: Console, packs: Sequence[sweep.Pack], steps: int) -> Iterator[executor.Report]:
-    """Progress of a study: a bar for all of it and one for each pack in training; where nobody watches, a line for each pack that ends."""
+    """Progress of a study: bars for all of it and for each pack in training, or, unwatched, a line for each pack that ends."""
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f} run-steps"),
                TextColumn("{task.fields[rate]}"), TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
     total, done, ended = sum(len(pack.runs) for pack in packs) * steps, dict[str, int](), set[str]()

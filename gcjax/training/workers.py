@@ -52,7 +52,8 @@ def train_on_cores(packs: Sequence[Pack], config: ConfigDict, workdir: Path, rep
     ]
 
     def serve(worker: subprocess.Popen[str]) -> None:
-        assert worker.stdin is not None and worker.stdout is not None
+        assert worker.stdin is not None
+        assert worker.stdout is not None
         with worker:
             for line in worker.stdout:
                 message = json.loads(line)
