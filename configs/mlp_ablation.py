@@ -140,14 +140,22 @@ NORMALIZED = ("Res+LN+None", "Res+LN+ReLU", "Res+LNa+None", "Res+LNa+ReLU")
 
 
 def quick() -> dict:
-    """Does the effect exist, and who keeps it: four variants, 3 seeds."""
+    """Does the effect exist, and who keeps it: four variants, 3 seeds.
+
+    8 minutes on two busy cores. Weight v1, peak -> end: ReLU .96 -> .96, None .95 -> .37, Radial .94 -> .32 with loss
+    spikes; NoRes+tanh stays at chance (.05).
+    """
     points = (point("NoRes+tanh", model=ONE), point("Res+None"), point("Res+Radial"), point("Res+ReLU"))
     return {"points": points, "seeds": 3}
 
 
 def paper() -> dict:
     """Every variant, 10 seeds; each NoRes with its residual twin at the same init gain (without residuals a small gain
-    lets the signal die). Takes the full MNIST where it is prepared."""
+    lets the signal die). Takes the full MNIST where it is prepared.
+
+    12 minutes on two cores with seeds=3 (10 seeds: not run yet). At gain 0.1 ends: ReLU .96, GELU .96, SiLU .93, tanh .39,
+    LN+None .80, LN+ReLU .96; at gain 1 Res+None's weights stay at chance while its gradients cohere (.72).
+    """
     controls = (
         point("NoRes+tanh", model=ONE),
         point("Res+tanh", "g=1", model=ONE),
@@ -161,7 +169,10 @@ def paper() -> dict:
 
 
 def init_scale() -> dict:
-    """How much of it the initial weights decide: five gains; .577 is PyTorch's default, 1 keeps a linear layer's variance."""
+    """How much of it the initial weights decide: five gains; .577 is PyTorch's default, 1 keeps a linear layer's variance.
+
+    10 minutes on two cores. End, gains in order: ReLU .97 .96 .95 .93 .75; None .42 .37 .47 .09 .05.
+    """
     gains = {"0.03": 0.03, "0.1": 0.1, "0.3": 0.3, "0.577": 3.0**-0.5, "1": 1.0}
     points = tuple(
         point(name, f"g={label}", model={"init_gain": gain})
@@ -173,7 +184,11 @@ def init_scale() -> dict:
 
 def optimizer() -> dict:
     """Is it Adam's doing: three variants under six optimizers. Adam with b1 = 0.9 and b2 = 0 divides by gradients near 0;
-    it is here, whatever comes of it, beside b1 = b2 = 0 (the sign of the gradient)."""
+    it is here, whatever comes of it, beside b1 = b2 = 0 (the sign of the gradient).
+
+    All 9 runs of b1 = 0.9, b2 = 0 diverge, and 2 of 3 of SGD with Radial. ReLU ends above None under Adam, b1 = b2 = 0, SGD
+    and momentum (.96, .67, .65, .67), not under Muon (.31 to None's .33).
+    """
     optimizers = {
         "adam": {"name": "adam", "lr": 1e-3},
         "adam b2=0": {"name": "adam", "lr": 3e-4, "b2": 0.0},
@@ -191,5 +206,8 @@ def optimizer() -> dict:
 
 
 def normalization() -> dict:
-    """What LayerNorm does to the rank profile: with and without an activation, plain and affine, 5 seeds."""
+    """What LayerNorm does to the rank profile: with and without an activation, plain and affine, 5 seeds.
+
+    Not run to its end yet; three seeds of its plain half are in `paper`.
+    """
     return {"points": tuple(point(name) for name in ("Res+None", "Res+ReLU", *NORMALIZED)), "seeds": 5}
