@@ -27,3 +27,7 @@ def __getattr__(name: str) -> Any:
         case "report":
             return importlib.import_module("gcjax.reporting.report").report
     raise AttributeError(f"module 'gcjax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
