@@ -114,7 +114,8 @@ def train_pack(
     become NaN ends early.
     """
     if checkpoint.finished(directory):
-        return report(config.train.steps)
+        report(config.train.steps)
+        return
     ends, snapshots = boundaries(config), snapshot_steps(config)
     traced = {path: jnp.asarray(values, jnp.float32) for path, values in pack.traced().items()}
     state, initial = compiled.init(jnp.asarray([run.seed for run in pack.runs], jnp.uint32), traced)
@@ -157,7 +158,6 @@ def train_pack(
         collect(pending)
     checkpoint.finish(directory, history, state.params if config.checkpoint.keep_params else None)
     report(config.train.steps)
-    return history
 
 
 def _write(history: History, prefix: str, row: int, rows: int, values: dict[str, np.ndarray]) -> None:
