@@ -111,22 +111,28 @@ def save(result: xr.Dataset, path: str | os.PathLike[str]) -> Path:
     """Write `result` as compressed netCDF, whole or not at all; raises `GcjaxError` when the disk refuses it."""
     path = Path(path)
     encoding = {str(name): {"zlib": True, "complevel": 4} for name, value in result.data_vars.items() if value.ndim}
-    buffer, scratch = io.BytesIO(), None
+    buffer = io.BytesIO()
     result.to_netcdf(buffer, engine="h5netcdf", encoding=encoding)  # HDF5 itself crashes on a full disk
+    advice = "; free space or permissions, then run the same command again: the finished runs are kept"
+    return write_whole(path, buffer.getbuffer(), advice)
+
+
+def write_whole(path: Path, content: bytes | memoryview, advice: str = "") -> Path:
+    """Write a file whole or not at all; raises `GcjaxError`, ending in `advice`, when the disk refuses it."""
+    scratch = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         with open(handle, "wb") as file:
-            file.write(buffer.getbuffer())
+            file.write(content)
             os.fsync(handle)
         os.chmod(scratch, 0o644)  # mkstemp made it private
         os.replace(scratch, path)
     except OSError as error:
-        raise GcjaxError(f"cannot write {path}: {error.strerror or error}; free space or permissions, then run the same "
-                         "command again: the finished runs are kept") from error  # fmt: skip
+        raise GcjaxError(f"cannot write {path}: {error.strerror or error}{advice}") from error
     finally:
-        if scratch is not None and os.path.exists(scratch):
-            os.unlink(scratch)
+        if scratch is not None:
+            Path(scratch).unlink(missing_ok=True)
     return path
 
 

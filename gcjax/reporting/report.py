@@ -3,7 +3,6 @@
 import csv
 import io
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ def report(path: str | os.PathLike[str], *, formats: Sequence[str] = ("svg", "pn
     }
     files |= {f"figures/{name}.{kind}": _render(figure, kind) for name, figure in drawn.items() for kind in formats}
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
-    written = [_write(folder / name, content) for name, content in files.items()]
+    written = [results.write_whole(folder / name, content) for name, content in files.items()]
     for stale in (folder / "figures" / f"{name}.{kind}" for name in skipped for kind in formats):
         stale.unlink(missing_ok=True)  # of an earlier report, on other results
     return written
@@ -99,20 +98,3 @@ def _render(figure: Figure, kind: str) -> bytes:
     content = io.BytesIO()
     figure.savefig(content, format=kind, dpi=DPI, metadata={"Date": None} if kind == "svg" else None)
     return content.getvalue()
-
-
-def _write(path: Path, content: bytes) -> Path:
-    scratch = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, scratch = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(scratch, 0o644)  # mkstemp made it private
-        os.replace(scratch, path)
-    except OSError as error:
-        raise GcjaxError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        if scratch is not None:
-            Path(scratch).unlink(missing_ok=True)
-    return path
