@@ -72,8 +72,8 @@ def get_config(preset: str = "quick") -> ConfigDict:
             "measure": {
                 "rank": 8,
                 "solver": "gram",  # gram, svd
-                "early": (0, 1, 3, 10, 50, 200),  # snapshots beside the regular ones
-                "every": 500,
+                "early": (0, 1, 10, 100, 300),  # snapshots beside the regular ones
+                "every": 800,
                 "full": 8,  # snapshots that keep the whole-spectrum measures and the layer x layer maps
             },
             "executor": {

@@ -6,7 +6,7 @@ A study's dataset has these variables (float32 unless noted; `SCHEMA` holds the 
 |---|---|---|
 | cosine | run step source matrix space pair rank | `|<v_k, v'_k>|` (input) or `|<u_k, u'_k>|` (output) of adjacent layers |
 | overlap | run step source matrix space pair rank | `||V_k^T V'_k||_F^2 / k`, `rank` = k |
-| gram_alignment | run step source matrix space pair | cosine of the traceless Gram matrices |
+| gram_alignment | run full_step source matrix space pair | cosine of the traceless Gram matrices |
 | sigma2_alignment | run full_step source matrix space pair | sigma^2-weighted cosine over the whole spectrum |
 | layer_cosine | run full_step source matrix space layer layer_other | leading-vector `|cos|` of any two layers |
 | sigma | run step source matrix layer rank | leading singular values |
@@ -55,7 +55,7 @@ _LAYERS = ("run", "step", "source", "matrix", "layer")
 SCHEMA: Mapping[str, tuple[str, ...]] = {
     "cosine": (*_PAIRS, "rank"),
     "overlap": (*_PAIRS, "rank"),
-    "gram_alignment": _PAIRS,
+    "gram_alignment": ("run", "full_step", "source", "matrix", "space", "pair"),
     "sigma2_alignment": ("run", "full_step", "source", "matrix", "space", "pair"),
     "layer_cosine": ("run", "full_step", "source", "matrix", "space", "layer", "layer_other"),
     "sigma": (*_LAYERS, "rank"),

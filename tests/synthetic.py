@@ -207,7 +207,7 @@ def _run(point: Point, seed: int, layers: int, ranks: int) -> dict[str, Array]:
     run = {
         "cosine": cosine,
         "overlap": np.cumsum(cosine**2, -1) / np.arange(1, ranks + 1),
-        "gram_alignment": 0.8 * cosine[..., 0],
+        "gram_alignment": 0.8 * cosine[full, ..., 0],
         "sigma2_alignment": 0.7 * cosine[full, ..., 0],
         "layer_cosine": np.maximum(near**distance, CHANCE) + 0 * near,
         "sigma": gap[..., None] * 0.9 ** np.arange(ranks),

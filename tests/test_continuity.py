@@ -479,3 +479,14 @@ def test_ranks_are_eight_unless_the_matrices_are_smaller():
     for shape, ranks in (((9, 12), 8), ((9, 5), 5)):
         found = jax.eval_shape(gcjax.geometry.continuity, jnp.zeros((4, *shape)))
         assert found.cosine_APK.shape == (2, 3, ranks)
+
+
+def test_without_the_whole_spectrum_the_two_alignments_alone_are_left_out():
+    w_LOI = jnp.asarray(_related(12))
+    found, brief = (_numpy(jax.jit(partial(measure, rank=RANK, solver="svd"))(w_LOI, whole=flag)) for flag in (True, False))
+    for name, value in brief._asdict().items():
+        if name in ("gram_alignment_AP", "sigma2_alignment_AP"):
+            assert np.isnan(value).all()
+            assert not np.isnan(getattr(found, name)).any()
+        else:
+            np.testing.assert_array_equal(value, getattr(found, name))

@@ -304,7 +304,9 @@ def test_with_plain_sgd_the_update_is_the_cumulative_gradient_times_the_learning
     np.testing.assert_allclose(moved, -0.05 * np.asarray(last.cumulative["hidden"]), atol=1e-5 * np.abs(moved).max() + 3e-7)
     assert np.abs(moved).max() > 1e-3
 
-    found = jax.jit(partial(train.snapshot, made, rank=4, solver="svd"))(data, last, made.stacks(first.params))
+    found = jax.jit(partial(train.snapshot, made, rank=4, solver="svd"))(
+        data, last, made.stacks(first.params), whole=np.bool_(True)
+    )
     update, cumulative = SOURCES.index("update"), SOURCES.index("cumulative_gradient")
     for name in ("cosine", "overlap", "gram_alignment", "sigma2_alignment", "layer_cosine"):
         value = np.asarray(found[f"hidden/{name}"])

@@ -53,6 +53,18 @@ def test_the_results_do_not_depend_on_the_number_of_workers(uninterrupted: tuple
     xr.testing.assert_equal(alone, uninterrupted[1])
 
 
+def test_whole_spectrum_measures_are_kept_at_evenly_chosen_snapshots(
+    uninterrupted: tuple[Path, xr.Dataset], tmp_path: Path
+) -> None:
+    few, all_ = study.train(toy("measure.full=3"), tmp_path / "few"), uninterrupted[1]
+    assert few.full_step.values.tolist() == [0, 40, 120]
+    assert all_.full_step.values.tolist() == all_.step.values.tolist()
+    for name in ("gram_alignment", "sigma2_alignment", "layer_cosine"):
+        assert bool(few[name].sel(source="weight").notnull().all())
+        xr.testing.assert_equal(few[name], all_[name].sel(full_step=few.full_step))
+    xr.testing.assert_equal(few.cosine, all_.cosine)
+
+
 def test_a_study_that_was_killed_resumes_to_the_same_bits(uninterrupted: tuple[Path, xr.Dataset], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gcjax", "train", "--config", CONFIG, "--workdir", str(tmp_path / "killed")]
     command += [f"--config.{override}" for override in TOY]
@@ -129,9 +141,9 @@ def test_runs_side_by_side_equal_each_alone_and_nothing_compiles_twice() -> None
         traced = {path: jnp.asarray(values, jnp.float32) for path, values in pack.traced().items()}
         state, initial = compiled.init(jnp.asarray([run.seed for run in runs], jnp.uint32), traced)
         first = jnp.copy(state.params["hidden"])
-        for steps in (7, 13):
+        for steps, whole in ((7, True), (13, False)):
             state, _ = compiled.chunk(state, traced, data, np.int32(steps))
-            compiled.snapshot(state, initial, traced, data)
+            compiled.snapshot(state, initial, traced, data, np.bool_(whole))
         assert compiled.chunk._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess]
         assert compiled.snapshot._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess]
         return first, state.params["hidden"]

@@ -77,9 +77,10 @@ def angle_bound(t: Triplets) -> Float[Array, "L"]:
     return jnp.where(jnp.isnan(t.s_LK[:, 0]), jnp.nan, jnp.arcsin(jnp.clip(sine_L, 0.0, 1.0)))
 
 
-def measure(w_LOI: Float[Array, "L O I"], rank: int, solver: str) -> Continuity:
+def measure(w_LOI: Float[Array, "L O I"], rank: int, solver: str, whole: bool | Bool[Array, ""] = True) -> Continuity:
     """Every measure of one stack `W[layer, out, in]`, for the singular ranks 1..`rank`; traceable, pure.
 
+    Without `whole` (it may be traced), the two alignments over the whole spectrum, a quarter of the work, are left out: NaN.
     Matrices with NaN or Inf, and zero ones, give NaN in every pair they take part in; so does a singular rank beyond a
     matrix's numerical rank (`s_k <= eps max(O, I) s_1`). Raises `GcjaxError` for an unknown solver or a rank outside
     1..min(O, I).
@@ -96,12 +97,21 @@ def measure(w_LOI: Float[Array, "L O I"], rank: int, solver: str) -> Continuity:
         bound_L = angle_bound(t)
         doubt_L = ~(finite_L & nonzero_L) | (bound_L > FLAG_ANGLE) | (gap_L < FLAG_GAP)
         spaces = (t.v_LIK, t.u_LOK)
+        pairs = (len(spaces), len(w_LOI) - 1)
+        gram_AP, sigma2_AP = jax.lax.cond(
+            whole,
+            lambda: (
+                jnp.stack([gram_alignment(w_LOI), gram_alignment(w_LOI.swapaxes(-1, -2))]) + lost_PK[:, 0],
+                jnp.stack([sigma2_alignment(x, t.s_LK) for x in spaces]),
+            ),
+            lambda: (jnp.full(pairs, jnp.nan, w_LOI.dtype),) * 2,
+        )
         leading = [jnp.where(lost_L[:, None], jnp.nan, x[..., 0]) for x in spaces]
         return Continuity(
             cosine_APK=jnp.stack([cosines(x[..., :rank]) + lost_PK[:, :rank] for x in spaces]),
             overlap_APK=jnp.stack([overlaps(x[..., :rank]) + lost_PK[:, :rank] for x in spaces]),
-            gram_alignment_AP=jnp.stack([gram_alignment(w_LOI), gram_alignment(w_LOI.swapaxes(-1, -2))]) + lost_PK[:, 0],
-            sigma2_alignment_AP=jnp.stack([sigma2_alignment(x, t.s_LK) for x in spaces]),
+            gram_alignment_AP=gram_AP,
+            sigma2_alignment_AP=sigma2_AP,
             layer_cosine_ALL=jnp.stack([jnp.abs(x @ x.T) for x in leading]),
             sigma_LK=t.s_LK[:, :rank],
             spectrum_LM=t.s_LK,

@@ -18,7 +18,7 @@ from gcjax import results
 from gcjax.geometry import nulls
 from gcjax.training import sweep
 from gcjax.training.checkpoint import History
-from gcjax.training.executor import boundaries, snapshot_steps
+from gcjax.training.executor import boundaries, full_steps, snapshot_steps
 
 HAAR_DRAWS = 200
 PACKAGES = ("gcjax", "jax", "jaxlib", "flax", "optax", "numpy")
@@ -32,13 +32,13 @@ def assemble(
     order = [[run[:3] for pack in packs for run in pack.runs].index(run[:3]) for run in listed]
     joined = {name: _run_first(name, [history[name] for history in histories])[order] for name in histories[0]}
     steps = snapshot_steps(config)
-    full = np.unique(np.linspace(0, len(steps) - 1, min(config.measure.full, len(steps))).round().astype(int))
+    full = [steps.index(step) for step in full_steps(config)]
     names = [name.partition("/")[0] for name in joined if name.endswith("/cosine")]
     variables: dict[str, np.ndarray] = {
         name: _matrices(joined, names, name, axis=3)
-        for name in ("cosine", "overlap", "gram_alignment", "sigma", "gap", "angle_bound", "flagged")
+        for name in ("cosine", "overlap", "sigma", "gap", "angle_bound", "flagged")
     }
-    for name in ("sigma2_alignment", "layer_cosine"):
+    for name in ("gram_alignment", "sigma2_alignment", "layer_cosine"):
         variables[name] = _matrices(joined, names, name, axis=3)[:, full]
     variables["transfer"] = _matrices(joined, names, "transfer", axis=2)
     variables["spectrum"] = _matrices(joined, names, "spectrum", axis=2)
@@ -59,7 +59,7 @@ def assemble(
         "seed": ("run", [run.seed for run in listed]),
         "status": ("run", status.tolist()),
         "step": steps,
-        "full_step": [steps[i] for i in full],
+        "full_step": full_steps(config),
         "source": list(results.SOURCES),
         "matrix": names,
         "space": list(results.SPACES),

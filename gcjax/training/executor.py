@@ -42,6 +42,13 @@ def snapshot_steps(config: ConfigDict) -> list[int]:
     return sorted({step for step in (*config.measure.early, *range(0, last, every)) if step < last} | {last})
 
 
+def full_steps(config: ConfigDict) -> list[int]:
+    """The snapshots, evenly among all, that keep the measures over the whole spectrum and the layer x layer maps."""
+    steps = snapshot_steps(config)
+    chosen = np.linspace(0, len(steps) - 1, min(config.measure.full, len(steps))).round().astype(int)
+    return [steps[i] for i in np.unique(chosen)]
+
+
 def boundaries(config: ConfigDict) -> list[int]:
     """Where chunks end. They follow from the config alone, so a resumed run has the same chunks as an uninterrupted one."""
     return sorted({*snapshot_steps(config), *range(0, config.train.steps, config.train.chunk)})
@@ -116,7 +123,7 @@ def train_pack(
     if checkpoint.finished(directory):
         report(config.train.steps)
         return
-    ends, snapshots = boundaries(config), snapshot_steps(config)
+    ends, snapshots, full = boundaries(config), snapshot_steps(config), full_steps(config)
     traced = {path: jnp.asarray(values, jnp.float32) for path, values in pack.traced().items()}
     state, initial = compiled.init(jnp.asarray([run.seed for run in pack.runs], jnp.uint32), traced)
     history, done = {}, -1
@@ -142,7 +149,7 @@ def train_pack(
             losses = {name: jnp.full((len(pack.runs),), -jnp.inf) for name in ("loss", "loss_max")}  # no step yet
         else:
             state, losses = compiled.chunk(state, traced, data, np.int32(end - start))
-        metrics = compiled.snapshot(state, initial, traced, data) if end in snapshots else None
+        metrics = compiled.snapshot(state, initial, traced, data, np.bool_(end in full)) if end in snapshots else None
         alive = collect(pending) if pending is not None else True
         pending = (end, losses, metrics)
         if stop.is_set() or time.monotonic() - saved > config.checkpoint.seconds:

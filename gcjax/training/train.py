@@ -62,10 +62,12 @@ def chunk(
     return state, {"loss": total / steps, "loss_max": largest}
 
 
-def snapshot(problem: Problem, data: Any, state: State, initial: Any, rank: int, solver: str) -> dict[str, Any]:
+def snapshot(
+    problem: Problem, data: Any, state: State, initial: Any, rank: int, solver: str, whole: jax.Array
+) -> dict[str, Any]:
     """Everything that is measured at one moment, sources on the first axis of a matrix's measures (see gcjax.results).
 
-    The gradient is that of the batch which the next step will use.
+    The gradient is that of the batch which the next step will use. `whole`: with the measures over the whole spectrum.
     """
     loss, grads = jax.value_and_grad(problem.loss)(state.params, problem.batch(data, state.key, state.step))
     weights = problem.stacks(state.params)
@@ -78,7 +80,7 @@ def snapshot(problem: Problem, data: Any, state: State, initial: Any, rank: int,
     measured = {"batch_loss": loss, **problem.evaluate(state.params, data)}
     for name in weights:
         w_SLOI = jnp.stack([sources[source][name] for source in SOURCES])
-        found = jax.vmap(partial(measure, rank=rank, solver=solver))(w_SLOI)._asdict()
+        found = jax.vmap(partial(measure, rank=rank, solver=solver, whole=whole))(w_SLOI)._asdict()
         found = {label.rpartition("_")[0]: value for label, value in found.items()}
         v_SLI, u_SLO = found.pop("leading_v"), found.pop("leading_u")
         cumulative = SOURCES.index("cumulative_gradient")
@@ -94,7 +96,7 @@ class Programs(NamedTuple):
 
     init: Callable[..., tuple[State, Any]]  # seeds_R, traced -> state, initial stacks
     chunk: Callable[..., tuple[State, dict[str, jax.Array]]]  # state (donated), traced, data, steps -> state, losses
-    snapshot: Callable[..., dict[str, Any]]  # state, initial, traced, data -> metrics
+    snapshot: Callable[..., dict[str, Any]]  # state, initial, traced, data, whole -> metrics
 
 
 def programs(static: FrozenConfigDict, width: int) -> Programs:
@@ -113,14 +115,14 @@ def programs(static: FrozenConfigDict, width: int) -> Programs:
     def chunk_run(state: State, traced: Any, data: Any, steps: jax.Array) -> Any:
         return chunk(*parts(traced), data, state, steps)
 
-    def snapshot_run(state: State, initial: Any, traced: Any, data: Any) -> dict[str, Any]:
+    def snapshot_run(state: State, initial: Any, traced: Any, data: Any, whole: jax.Array) -> dict[str, Any]:
         problem, _ = parts(traced)
-        return snapshot(problem, data, state, initial, static.measure.rank, static.measure.solver)
+        return snapshot(problem, data, state, initial, static.measure.rank, static.measure.solver, whole)
 
     return Programs(
         init=jax.jit(_over_runs(init_run, (0, 0), width)),
         chunk=jax.jit(_over_runs(chunk_run, (0, 0, None, None), width), donate_argnums=0),
-        snapshot=jax.jit(_over_runs(snapshot_run, (0, 0, 0, None), width)),
+        snapshot=jax.jit(_over_runs(snapshot_run, (0, 0, 0, None, None), width)),
     )
 
 

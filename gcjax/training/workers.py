@@ -30,6 +30,12 @@ from gcjax.training.sweep import Pack
 SINGLE_THREADED = {"NPROC": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
 
 
+def worker_environment() -> dict[str, str]:
+    """The environment of a worker: this process's own, single-threaded."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
+    return os.environ | SINGLE_THREADED | {"XLA_FLAGS": flags}
+
+
 def cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -42,8 +48,7 @@ def train_on_cores(packs: Sequence[Pack], config: ConfigDict, workdir: Path, rep
     after the others have saved and ended.
     """
     waiting, failures = deque(packs), list[str]()
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false".strip()
-    environment = os.environ | SINGLE_THREADED | {"XLA_FLAGS": flags}
+    environment = worker_environment()
     count = min(config.executor.workers or cores(), len(packs))
     command = [sys.executable, "-m", __name__, str(workdir)]
     workers = [
