@@ -40,11 +40,10 @@ def _set(config: ConfigDict, spec: str, path: str, text: str) -> None:
     known = [name for name, _ in leaves(config) if not name.startswith("points.")]
     if path not in known:
         raise GcjaxError(f"{spec} has no field config.{path}; {nearest(path, known)}")
-    points = list(config.get("points", ()))
+    points: Any = config.get("points", ())
     if points and all(path in dict(leaves(point)) for point in points):
         raise GcjaxError(f"config.{path}={text} would change nothing: every point of {spec} sets {path} itself")
-    section, _, name = path.rpartition(".")
-    holder, old = (get(config, section) if section else config), get(config, path)
+    old: Any = get(config, path)
     value: Any = text
     if not isinstance(old, str):
         try:
@@ -57,7 +56,7 @@ def _set(config: ConfigDict, spec: str, path: str, text: str) -> None:
     if isinstance(old, bool) is not isinstance(value, bool) or (value is None and old is not None) or strangers:
         raise GcjaxError(f"config.{path}={text} is not a {type(old).__name__}, as {old!r} is")
     try:
-        holder[name] = value
+        put(config, path, value)
     except TypeError as error:
         raise GcjaxError(f"config.{path}={text} is not a {type(old).__name__}, as {old!r} is") from error
 
@@ -78,6 +77,12 @@ def get(config: Any, path: str) -> Any:
     for name in path.split("."):
         config = config[name]
     return config
+
+
+def put(config: Any, path: str, value: Any) -> None:
+    """Set the value at a dotted path; raises `TypeError` where a type-safe config holds another type there."""
+    section, _, name = path.rpartition(".")
+    (get(config, section) if section else config)[name] = value
 
 
 def to_json(config: ConfigDict) -> str:

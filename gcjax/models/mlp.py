@@ -134,9 +134,11 @@ def build(config: Any, pixels: int, classes: int) -> Model:
         init_gain=config.init_gain,
         residual_scale=config.residual_scale,
     )
-    return Model(
-        init=lambda key: dict(module.init(key, jnp.zeros((1, pixels), jnp.uint8))["params"]),
-        apply=lambda params, x_BI: module.apply({"params": params}, x_BI),  # pyright: ignore[reportReturnType]
-        stacks=stacks,
-        roles=ROLES,
-    )
+
+    def init(key: PRNGKeyArray) -> Any:
+        return dict(module.init(key, jnp.zeros((1, pixels), jnp.uint8))["params"])
+
+    def apply(params: Params, x_BI: Array) -> Any:
+        return module.apply({"params": params}, x_BI)
+
+    return Model(init, apply, stacks, ROLES)

@@ -35,8 +35,7 @@ def assemble(
     full = [steps.index(step) for step in full_steps(config)]
     names = [name.partition("/")[0] for name in joined if name.endswith("/cosine")]
     variables: dict[str, np.ndarray] = {
-        name: _matrices(joined, names, name, axis=3)
-        for name in ("cosine", "overlap", "sigma", "gap", "angle_bound", "flagged")
+        name: _matrices(joined, names, name, axis=3) for name in ("cosine", "overlap", "sigma", "gap", "angle_bound", "flagged")
     }
     for name in ("gram_alignment", "sigma2_alignment", "layer_cosine"):
         variables[name] = _matrices(joined, names, name, axis=3)[:, full]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -73,15 +74,15 @@ def _steps(pack: Path) -> list[int]:
 
 
 def _to_host(tree: Any) -> dict[str, np.ndarray]:
-    leaves = [jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    leaves = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
               for x in jax.tree.leaves(tree)]  # fmt: skip
     return {f"{i:04d}": value for i, value in enumerate(jax.device_get(leaves))}
 
 
 def _to_device(saved: dict[str, np.ndarray], like: Any) -> Any:
     def place(value: np.ndarray, old: jax.Array) -> jax.Array:
-        if jax.dtypes.issubdtype(old.dtype, jax.dtypes.prng_key):
-            return jax.device_put(jax.random.wrap_key_data(value), old.sharding)
+        if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
+            return jax.device_put(jax.random.wrap_key_data(jnp.asarray(value)), old.sharding)
         if value.shape != old.shape or value.dtype != old.dtype:
             raise ValueError(f"holds {value.dtype}{value.shape} where {old.dtype}{old.shape} belongs")
         return jax.device_put(value, old.sharding)

@@ -64,7 +64,7 @@ def train_on_accelerators(
     """
     waiting, errors = deque(packs), list[BaseException]()
 
-    def work(device: jax.Device) -> None:
+    def work(device: Any) -> None:
         try:
             train_queue(_drain(waiting), config, jax.device_put(data, device), device, directory, report, stop)
         except BaseException as error:  # whatever it is, it is raised again in the caller's thread
@@ -93,7 +93,7 @@ def _drain(waiting: deque[Pack]) -> Iterator[Pack]:
 
 
 def train_queue(
-    waiting: Iterable[Pack], config: ConfigDict, data: Any, device: jax.Device, directory: Path, report: Report,
+    waiting: Iterable[Pack], config: ConfigDict, data: Any, device: Any, directory: Path, report: Report,
     stop: threading.Event,
 ) -> None:  # fmt: skip
     """Train packs on one device until none is left; neighbours of one group share programs."""

@@ -71,7 +71,7 @@ def runs(config: ConfigDict) -> list[Run]:
     return listed
 
 
-def _apply(config: ConfigDict, changes: Mapping[str, Any], point: str, prefix: str = "") -> None:
+def _apply(config: Any, changes: Mapping[str, Any], point: str, prefix: str = "") -> None:
     for key, value in changes.items():
         if key not in config:
             raise GcjaxError(f"point {point!r} sets {prefix}{key}, which the config does not have; {nearest(key, config)}")
@@ -110,8 +110,7 @@ def static(config: ConfigDict) -> FrozenConfigDict:
     plain = json.loads(configs.to_json(config))  # a frozen tuple and a frozen list are not equal
     kept = ConfigDict({key: value for key, value in plain.items() if key not in STUDY_FIELDS})
     for path in TRACED:
-        section, name = path.split(".")
-        kept[section][name] = 0.0
+        configs.put(kept, path, 0.0)
     return FrozenConfigDict(kept)
 
 
@@ -119,6 +118,5 @@ def bind(frozen: FrozenConfigDict, traced: Mapping[str, Any]) -> ConfigDict:
     """`frozen` with its traced fields put back, as numbers or as tracers."""
     bound = ConfigDict(frozen.to_dict(), type_safe=False)
     for path, value in traced.items():
-        section, name = path.split(".")
-        bound[section][name] = value
+        configs.put(bound, path, value)
     return bound

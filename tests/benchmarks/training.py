@@ -43,6 +43,7 @@ def gcjax_steps() -> tuple[Advance, dict[str, float]]:
     seeds = jnp.asarray([run.seed for run in pack.runs], jnp.uint32)
     (state, initial), init_s = timed(lambda: programs.init(seeds, traced))
     (state, _), chunk_s = timed(lambda: programs.chunk(state, traced, data, np.int32(1)))
+
     def snapshot(whole: bool):
         return timed(lambda: programs.snapshot(state, initial, traced, data, np.bool_(whole)))[1]
 
