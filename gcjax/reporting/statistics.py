@@ -7,7 +7,7 @@ import xarray as xr
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
-BOOTSTRAP_FROM = 10
+BOOTSTRAP_FROM = 30
 RESAMPLES = 9_999
 
 
@@ -25,7 +25,8 @@ def mean_interval(values: ArrayLike, confidence: float) -> Interval:
     """Mean and confidence interval of the finite `values`: Student's t below `BOOTSTRAP_FROM` runs, else BCa bootstrap.
 
     The bootstrap (Efron 1987) resamples from a fixed seed, so the same results always give the same table. It needs no
-    normality, but a nominal 95 % covers the mean of 10 normal runs in 91 % of studies and of 30 in 93 %.
+    normality but many runs: at a nominal 95 % it covers the mean of 10 normal (exponential) runs in 89 (86) % of studies,
+    where Student's t covers it in 93 (88) %; at 30 both cover 92 to 94 % of either.
     """
     x = np.asarray(values, np.float64).ravel()
     x = x[np.isfinite(x)]
