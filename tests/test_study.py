@@ -122,6 +122,7 @@ def test_a_run_that_diverges_is_marked_and_the_others_go_on(tmp_path: Path) -> N
         ("optim.name=adm", "did you mean 'adam'"),
         ("measure.solver=svdd", "did you mean 'svd'"),
         ("seeds=0", "seeds=0"),
+        ("optim.weight_decay=0.1", r"weight_decay=0\.1 does nothing under optim\.name='adam'; .* adamw, muon"),
     ],
 )
 def test_a_config_that_cannot_run_is_refused_before_anything_is_written(override: str, message: str, tmp_path: Path) -> None:

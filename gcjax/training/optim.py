@@ -56,7 +56,7 @@ OPTIMIZERS: Mapping[str, Callable[[Any, optax.Schedule, Mask, Mask], optax.Gradi
         matrix,
     ),
 }
-DECAYING = ("adamw", "muon")
+DECAYING = ("adamw", "muon")  # the others ignore `weight_decay`
 
 
 def build(config: Any, steps: int, roles: Mapping[str, str]) -> optax.GradientTransformation:
@@ -65,7 +65,7 @@ def build(config: Any, steps: int, roles: Mapping[str, str]) -> optax.GradientTr
     `roles` says for every parameter name what it is: "matrix" (a stack of layers `[L, in, out]`), "embedding" or "vector".
     Muon orthogonalizes the matrices and gives the rest to Adam; weight decay spares the vectors. Nothing is told by ndim: a
     stacked weight has three axes, and optax's default would hand it to Adam without a word. Raises `GcjaxError` for an
-    unknown optimizer or schedule, and for a weight decay that the optimizer would ignore.
+    unknown optimizer or schedule.
     """
     if config.name not in OPTIMIZERS:
         raise GcjaxError(f"optim.name={config.name!r} does not exist; {nearest(config.name, OPTIMIZERS)}")
@@ -76,10 +76,6 @@ def build(config: Any, steps: int, roles: Mapping[str, str]) -> optax.GradientTr
     def decay(params: Any) -> dict[str, bool]:
         return {name: roles[name] != "vector" for name in params}
 
-    if config.name not in DECAYING and isinstance(config.weight_decay, float) and config.weight_decay:
-        raise GcjaxError(
-            f"optim.weight_decay={config.weight_decay} does nothing under {config.name}; take {', '.join(DECAYING)}"
-        )
     chain = OPTIMIZERS[config.name](config, schedule(config, steps), matrix, decay)
     if config.clip_norm:
         return optax.chain(optax.clip_by_global_norm(config.clip_norm), chain)

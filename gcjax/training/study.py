@@ -91,6 +91,9 @@ def _check_run(config: ConfigDict) -> None:
                          f"{config.model.width} x {config.model.width} matrix")  # fmt: skip
     if config.measure.solver not in SOLVERS:
         raise GcjaxError(f"measure.solver={config.measure.solver!r} does not exist; {nearest(config.measure.solver, SOLVERS)}")
+    if config.optim.weight_decay and config.optim.name not in optim.DECAYING:
+        raise GcjaxError(f"optim.weight_decay={config.optim.weight_decay} does nothing under optim.name={config.optim.name!r}; "
+                         f"the optimizers that decay weights are {', '.join(optim.DECAYING)}")  # fmt: skip
     optim.build(config.optim, config.train.steps, problem.build(config).roles)
 
 
