@@ -1,6 +1,7 @@
 """The command line: `gcjax VERB ...`, or `python -m gcjax VERB ...`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -8,6 +9,7 @@ from gcjax.errors import GcjaxError, nearest
 
 EXAMPLES = """examples:
   gcjax train --config configs/mlp_ablation.py:quick --workdir runs/mlp
+  gcjax measure smollm2-135m --workdir runs/smollm2
   gcjax report runs/mlp
   gcjax fetch --list
 
@@ -26,6 +28,18 @@ examples:
       --config.data.source=idx --config.data.directory=/usr/share/datasets/fashion-mnist
 
 presets of configs/mlp_ablation.py: quick, paper, init_scale, optimizer, normalization"""
+MEASURE = """Measure the geometric continuity of a pretrained model's projections (Q, K, V, O, Gate, Up, Down): a
+checkpoint (safetensors or GGUF) is streamed, one matrix in memory at a time. Stopped at any moment, the same command
+resumes."""
+MEASURE_EXAMPLES = """MODEL is a directory or file, an asset (gcjax fetch --list), or hf:org/name[@revision] on the
+Hugging Face hub.
+
+examples:
+  gcjax measure smollm2-135m --workdir runs/smollm2
+  gcjax measure ~/models/Llama-3.1-8B --workdir runs/llama-8b
+  gcjax measure hf:Qwen/Qwen3-8B --workdir runs/qwen3-8b
+  gcjax measure DIR --workdir runs/big --shard 3/8        # the third of eight shares, in one of several processes
+  gcjax measure DIR --workdir runs/big --merge            # when all shares are there"""
 REPORT = """Render a study's results again, without JAX: both tables on the terminal, claims.md, claims.csv,
 summary.csv, figures/."""
 REPORT_EXAMPLES = """examples:
@@ -36,6 +50,16 @@ FETCH_EXAMPLES = """examples:
   gcjax fetch --list
   gcjax fetch mnist-5k
   GCJAX_CACHE=/scratch/gcjax gcjax fetch mnist-5k"""
+
+
+MEASURE_OPTIONS = (
+    ("rank", int, "leading singular triplets of every matrix (default: 16)"),
+    ("draws", int, "random frames for the null of the effective form (default: 4)"),
+    ("probes", int, "probes for the gram alignment of a large matrix (default: 16)"),
+    ("tolerance", float, "angle to which a large matrix's leading vectors are computed, radians (default: 1e-4)"),
+    ("exact-below", int, "matrices up to this smaller dimension are decomposed whole (default: 1024)"),
+    ("seed", int, "of random frames, probes and starting vectors (default: 0)"),
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,6 +80,15 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument("--config", required=True, metavar="FILE.py[:PRESET]", help="the study")
     train.add_argument("--workdir", required=True, metavar="DIR", help="where checkpoints and results go")
     train.add_argument("--overwrite", action="store_true", help="delete what the workdir holds and begin anew")
+    measure = add("measure", MEASURE, MEASURE_EXAMPLES)
+    measure.add_argument("model", metavar="MODEL", help="what to measure")
+    measure.add_argument("--workdir", required=True, metavar="DIR", help="where parts and results go")
+    for name, kind, text in MEASURE_OPTIONS:
+        measure.add_argument(f"--{name}", type=kind, metavar=kind.__name__.upper(), help=text)
+    measure.add_argument("--exact", action="store_true", help="decompose every matrix whole, however large")
+    measure.add_argument("--shard", type=_shard, metavar="I/N", help="measure the I-th of N shares only")
+    measure.add_argument("--merge", action="store_true", help="measure nothing, put the parts together")
+    measure.add_argument("--overwrite", action="store_true", help="delete what the workdir holds and begin anew")
     report = add("report", REPORT, REPORT_EXAMPLES)
     report.add_argument("directory", metavar="DIR", help="a workdir, or a results.nc")
     report.add_argument("--formats", default="svg,png", help="of the figures, with commas (default: %(default)s)")
@@ -63,6 +96,13 @@ def parser() -> argparse.ArgumentParser:
     fetch.add_argument("name", nargs="?", metavar="NAME", help="the asset")
     fetch.add_argument("--list", action="store_true", help="what there is, its licence, and whether it is here already")
     return top
+
+
+def _shard(text: str) -> tuple[int, int]:
+    i, _, n = text.partition("/")
+    if not (i.isdigit() and n.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not I/N, for example 3/8")
+    return int(i), int(n)
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -86,6 +126,8 @@ def run(arguments: Sequence[str]) -> None:
             train(study, options.workdir, overwrite=options.overwrite)
             written = report(options.workdir)
             print(f"\n{len(written)} files in {options.workdir}: results.nc, claims.md, claims.csv, summary.csv, figures/")
+        case "measure":
+            measure(options)
         case "report":
             from gcjax.reporting.report import report
 
@@ -93,6 +135,24 @@ def run(arguments: Sequence[str]) -> None:
             print("\n" + "\n".join(str(path) for path in written))
         case "fetch":
             fetch(options.name, options.list)
+
+
+def measure(options: argparse.Namespace) -> None:
+    # One thread for LAPACK, before it is loaded: beside XLA's own threads more of them slow each other down.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from gcjax.pretrained.measure import measure
+    from gcjax.pretrained.options import Options
+    from gcjax.reporting.report import report
+
+    given = {name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name, *_ in MEASURE_OPTIONS}
+    chosen = {name: value for name, value in given.items() if value is not None} | (
+        {"exact_below": 10**9} if options.exact else {}
+    )
+    found = measure(options.model, options.workdir, Options(**chosen), shard=options.shard, merge=options.merge,
+                    overwrite=options.overwrite)  # fmt: skip
+    if found is not None:
+        written = report(options.workdir)
+        print(f"\n{len(written)} files in {options.workdir}")
 
 
 def fetch(name: str | None, listing: bool) -> None:

@@ -1,6 +1,6 @@
-"""The hand-over between the JAX half and the reporting half: one `xarray.Dataset` a study, saved as netCDF.
+"""The hand-over between the JAX half and the reporting half: one `xarray.Dataset` a study or model, saved as netCDF.
 
-A study's dataset has these variables (float32 unless noted; `SCHEMA` holds the same as data):
+A trained study's dataset (kind "study") has these variables (float32 unless noted; `SCHEMA` holds the same as data):
 
 | variable | dims | what |
 |---|---|---|
@@ -29,6 +29,30 @@ Coordinates on `run`: `point` (the sweep's name for it), `variant`, `seed`, `sta
 swept hyperparameter under its dotted config path. A diverged run keeps NaN from the snapshot at which it diverged on; NaN
 cosines of a finite run belong to zero matrices (the update and the cumulative gradient at step 0). Attributes are strings or
 numbers: `config`, `versions`, `data` and `sweep` (the swept paths) are JSON.
+
+A measured checkpoint's dataset (kind "measurement"; `MEASURED`). `form` is raw (as stored) or effective (the norm's gains
+folded in; equal to raw where there are none). A pair is labelled by its second layer, and is of the layer before it that has
+this matrix:
+
+| variable | dims | what |
+|---|---|---|
+| cosine, overlap | form matrix space pair rank | as above |
+| gram_alignment | form matrix space pair | as above; of large matrices sketched |
+| gram_error | form matrix space pair | its standard error; 0 where exact |
+| sigma2_alignment | form matrix space pair | as above; of large matrices the leading ranks' part S of it |
+| sigma2_missing | form matrix space pair | the whole is between S and S + this; 0 where exact |
+| layer_cosine | form matrix space layer layer_other | as above |
+| sigma | form matrix layer rank | as above |
+| captured | form matrix layer | share of `||W||_F^2` in the leading ranks |
+| gap, angle_bound | form matrix layer | as above |
+| flagged (int8) | form matrix pair | as above; 1 too where a matrix is zero or not finite |
+| passes | form matrix layer | passes over the matrix by Krylov iteration; 0 where it was decomposed whole |
+| cosine_null | form matrix space | chance level: analytic, or of the effective form that of its gains in random frames |
+| cosine_mean_null_quantile | form matrix space quantile | the same for the mean over all pairs |
+| overlap_null | matrix space rank | k / d |
+| dimension | matrix space | d |
+
+Attributes: `model`, `family`, `parameters` (their number), `fingerprint`, `notes` (JSON list), `options` (JSON).
 """
 
 import io
@@ -36,7 +60,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import xarray as xr
@@ -48,7 +72,7 @@ SPACES = ("input", "output")
 NORMS = ("frobenius", "spectral")
 QUANTILES = (0.025, 0.5, 0.975)
 STATUSES = ("finished", "diverged", "unfinished")
-FORMAT = 1
+FORMAT = 2
 
 _PAIRS = ("run", "step", "source", "matrix", "space", "pair")
 _LAYERS = ("run", "step", "source", "matrix", "layer")
@@ -76,17 +100,57 @@ SCHEMA: Mapping[str, tuple[str, ...]] = {
     "overlap_null": ("matrix", "space", "rank"),
     "gram_null_quantile": ("run", "source", "matrix", "space", "quantile"),
 }
+FORMS = ("raw", "effective")
+_FORM_PAIRS = ("form", "matrix", "space", "pair")
+_FORM_LAYERS = ("form", "matrix", "layer")
+MEASURED: Mapping[str, tuple[str, ...]] = {
+    "cosine": (*_FORM_PAIRS, "rank"),
+    "overlap": (*_FORM_PAIRS, "rank"),
+    "gram_alignment": _FORM_PAIRS,
+    "gram_error": _FORM_PAIRS,
+    "sigma2_alignment": _FORM_PAIRS,
+    "sigma2_missing": _FORM_PAIRS,
+    "layer_cosine": ("form", "matrix", "space", "layer", "layer_other"),
+    "sigma": (*_FORM_LAYERS, "rank"),
+    "captured": _FORM_LAYERS,
+    "gap": _FORM_LAYERS,
+    "angle_bound": _FORM_LAYERS,
+    "flagged": ("form", "matrix", "pair"),
+    "passes": _FORM_LAYERS,
+    "cosine_null": ("form", "matrix", "space"),
+    "cosine_mean_null_quantile": ("form", "matrix", "space", "quantile"),
+    "overlap_null": ("matrix", "space", "rank"),
+    "dimension": ("matrix", "space"),
+}
 RUN_COORDS = ("point", "variant", "seed", "status")
-ATTRIBUTES = ("format", "study", "config", "sweep", "versions", "device", "git_revision", "data", "wall_seconds")
+_ORIGIN = ("format", "kind", "versions", "device", "git_revision", "wall_seconds")
+ATTRIBUTES = (*_ORIGIN, "study", "config", "sweep", "data")
 
 
-def dataset(variables: Mapping[str, np.ndarray], coords: Mapping[str, Any], attrs: Mapping[str, Any]) -> xr.Dataset:
-    """Name the axes of `variables` after `SCHEMA`; raises `GcjaxError` where a name or a number of axes does not fit."""
-    unknown = sorted(set(variables) - set(SCHEMA))
+class Kind(NamedTuple):
+    """What a dataset of a kind must hold."""
+
+    schema: Mapping[str, tuple[str, ...]]
+    coords: tuple[str, ...]
+    attributes: tuple[str, ...]
+
+
+KINDS = {
+    "study": Kind(SCHEMA, RUN_COORDS, ATTRIBUTES),
+    "measurement": Kind(MEASURED, (), (*_ORIGIN, "model", "family", "parameters", "fingerprint", "notes", "options")),
+}
+
+
+def dataset(
+    variables: Mapping[str, np.ndarray], coords: Mapping[str, Any], attrs: Mapping[str, Any], kind: str = "study"
+) -> xr.Dataset:
+    """Name the axes of `variables` after the kind's schema; raises `GcjaxError` where a name or an axis does not fit."""
+    schema = KINDS[kind].schema
+    unknown = sorted(set(variables) - set(schema))
     if unknown:
-        raise GcjaxError(f"results have no variable {', '.join(unknown)}; SCHEMA in gcjax/results.py lists them")
-    data = {name: (SCHEMA[name], value) for name, value in variables.items()}
-    result = xr.Dataset(data, coords=dict(coords), attrs={"format": FORMAT, **attrs})
+        raise GcjaxError(f"results of kind {kind} have no variable {', '.join(unknown)}; gcjax/results.py lists them")
+    data = {name: (schema[name], value) for name, value in variables.items()}
+    result = xr.Dataset(data, coords=dict(coords), attrs={"format": FORMAT, "kind": kind, **attrs})
     return check(result, "these results")
 
 
@@ -95,9 +159,12 @@ def check(result: xr.Dataset, origin: str) -> xr.Dataset:
     if result.attrs.get("format") != FORMAT:
         raise GcjaxError(f"{origin} is not a gcjax result of format {FORMAT}: its attribute 'format' is "
                          f"{result.attrs.get('format')!r}")  # fmt: skip
-    missing = [f"attribute {name}" for name in ATTRIBUTES if name not in result.attrs]
-    missing += [f"coordinate {name}" for name in RUN_COORDS if name not in result.coords]
-    missing += [f"variable {name} over {SCHEMA[name]}" for name in SCHEMA if _dims(result, name) != SCHEMA[name]]
+    kind = KINDS.get(result.attrs.get("kind", ""))
+    if kind is None:
+        raise GcjaxError(f"{origin} is of no kind that gcjax knows: {result.attrs.get('kind')!r}")
+    missing = [f"attribute {name}" for name in kind.attributes if name not in result.attrs]
+    missing += [f"coordinate {name}" for name in kind.coords if name not in result.coords]
+    missing += [f"variable {name} over {dims}" for name, dims in kind.schema.items() if _dims(result, name) != dims]
     if missing:
         raise GcjaxError(f"{origin} is not a complete gcjax result; missing: {'; '.join(missing)}")
     return result
@@ -142,7 +209,7 @@ def load(path: str | os.PathLike[str]) -> xr.Dataset:
     if path.is_dir():
         path = path / "results.nc"
     if not path.exists():
-        raise GcjaxError(f"{path} does not exist; 'gcjax train' writes it at the end of a study")
+        raise GcjaxError(f"{path} does not exist; 'gcjax train' and 'gcjax measure' write it at their end")
     try:
         with xr.open_dataset(path, engine="h5netcdf") as handle:
             result = handle.load()

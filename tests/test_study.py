@@ -94,7 +94,7 @@ def test_a_workdir_of_another_config_is_refused_until_overwritten(tmp_path: Path
 def test_a_directory_that_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     for overwrite in (False, True):
-        with pytest.raises(GcjaxError, match="no gcjax study wrote"):
+        with pytest.raises(GcjaxError, match="gcjax did not write"):
             study.train(toy(), tmp_path, overwrite=overwrite)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 

@@ -1,21 +1,24 @@
-"""Render a study's results: claims and summary on the terminal, as Markdown and CSV, and the figures."""
+"""Render the results of a study or a measured model: tables on the terminal, as Markdown and CSV, and the figures."""
 
 import csv
 import io
+import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xarray as xr
 from matplotlib.figure import Figure
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.text import Text
 
 from gcjax import results
 from gcjax.errors import GcjaxError
-from gcjax.reporting import figures, measures, panels, tables
+from gcjax.reporting import figures, measures, panels, portraits, projections, tables
 from gcjax.reporting.claims import Claim, evaluate
-from gcjax.reporting.summary import BASELINE, LEGEND, Row, summary
+from gcjax.reporting.summary import BASELINE, LEGEND, summary
 
 WIDTH = 100
 DPI = 200
@@ -33,16 +36,19 @@ def report(path: str | os.PathLike[str], *, formats: Sequence[str] = ("svg", "pn
     if unknown:
         raise GcjaxError(f"figures cannot be written as {', '.join(unknown)}; choose from {', '.join(sorted(known))}")
     ds = results.load(path)
-    claims, rows = evaluate(ds), summary(ds)
+    told = _model(ds) if ds.attrs["kind"] == "measurement" else _study(ds)
     if echo:
-        _print(ds, claims, rows)
-    drawn, skipped = figures.draw(ds) if formats else ({}, {})
+        console = Console(width=WIDTH)
+        for part in told.terminal:
+            console.print(part, markup=False, highlight=False)
+    draw = portraits.draw if ds.attrs["kind"] == "measurement" else figures.draw
+    drawn, skipped = draw(ds) if formats else ({}, {})
     pictures = {name: " ".join(f"[{kind}](figures/{name}.{kind})" for kind in formats) for name in drawn}
     pictures |= {name: f"not drawn, {reason}" for name, reason in skipped.items()}
     files = {
-        "claims.md": _markdown(ds, claims, rows, pictures).encode(),
-        "claims.csv": _csv(tables.claims_csv(claims)),
-        "summary.csv": _csv(tables.summary_csv(rows)),
+        "claims.md": _markdown(told.markdown, pictures).encode(),
+        "claims.csv": _csv(tables.claims_csv(told.claims)),
+        "summary.csv": _csv(told.summary),
     }
     files |= {f"figures/{name}.{kind}": _render(figure, kind) for name, figure in drawn.items() for kind in formats}
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
@@ -52,38 +58,64 @@ def report(path: str | os.PathLike[str], *, formats: Sequence[str] = ("svg", "pn
     return written
 
 
-def _head(ds: xr.Dataset) -> str:
+@dataclass(frozen=True)
+class Told:
+    """What the results say: on the terminal, as Markdown after which the pictures follow, and as the rows of CSV files."""
+
+    terminal: tuple[RenderableType, ...]
+    markdown: tuple[str, ...]
+    claims: Sequence[Claim]
+    summary: list[list[Any]]
+
+
+def _study(ds: xr.Dataset) -> Told:
+    claims, rows = evaluate(ds), summary(ds)
     counts = {status: int((ds.status == status).sum()) for status in results.STATUSES}
     ended = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     sure = measures.thresholds(ds)["confidence"]
-    return f"{ds.sizes['run']} runs: {ended}. Means are over finished runs, in brackets their {100 * sure:.3g}% interval."
-
-
-def _legend(ds: xr.Dataset) -> str:
-    return LEGEND.format(rank=ds.sizes["rank"])
-
-
-def _print(ds: xr.Dataset, claims: Sequence[Claim], rows: Sequence[Row]) -> None:
-    console = Console(width=WIDTH)
-    console.print(f"Study {ds.attrs['study']}. {_head(ds)}", markup=False, highlight=False)
-    console.print(tables.claims_table(claims))
-    console.print(tables.summary_table(rows))
-    console.print(_legend(ds), style="dim", markup=False, highlight=False)
-
-
-def _markdown(ds: xr.Dataset, claims: Sequence[Claim], rows: Sequence[Row], pictures: Mapping[str, str]) -> str:
-    """`pictures`: a Markdown line for each figure, drawn or not."""
-    origin = "\n".join(f"- {name}: `{ds.attrs[name]}`" for name in ("data", "device", "git_revision", "versions"))
+    head = f"{ds.sizes['run']} runs: {ended}. Means are over finished runs, in brackets their {100 * sure:.3g}% interval."
+    legend = LEGEND.format(rank=ds.sizes["rank"])
     baseline = f"\n\n† {BASELINE}." if any(row.baseline for row in rows) else ""
-    parts = [
-        f"# Study {ds.attrs['study']}",
-        f"{_head(ds)}\n\n{origin}",
-        f"## Claims\n\n{tables.claims_markdown(claims)}",
-        f"## Summary\n\n{tables.markdown(tables.summary_cells(rows, 3))}\n\n{_legend(ds)}{baseline}",
-    ]
-    if pictures:
-        parts.append("## Figures\n\n" + "\n".join(f"- {name}: {picture}" for name, picture in pictures.items()))
-    return "\n\n".join(parts) + "\n"
+    return Told(
+        (f"Study {ds.attrs['study']}. {head}", tables.claims_table(claims), tables.summary_table(rows), Text(legend, "dim")),
+        (
+            f"# Study {ds.attrs['study']}",
+            f"{head}\n\n{_origin(ds, 'data')}",
+            f"## Claims\n\n{tables.claims_markdown(claims)}",
+            f"## Summary\n\n{tables.markdown(tables.summary_cells(rows, 3))}\n\n{legend}{baseline}",
+        ),
+        claims,
+        tables.summary_csv(rows),
+    )
+
+
+def _model(ds: xr.Dataset) -> Told:
+    claims, rows = projections.claims(ds), projections.rows(ds)
+    size, layers = float(ds.attrs["parameters"]) / 1e6, ds.sizes["layer"]
+    head = f"{ds.attrs['model']}: family {ds.attrs['family']}, {layers} layers, {size:,.0f}M parameters."
+    notes = "\n".join(f"- {note}" for note in json.loads(ds.attrs["notes"]))
+    table = projections.cells(rows)
+    return Told(
+        (head, tables.table(table), Text(projections.LEGEND, "dim"), tables.claims_table(claims)),
+        (
+            f"# {ds.attrs['model']}",
+            f"{head}\n\n{_origin(ds, 'fingerprint', 'options')}\n{notes}",
+            f"## Projections\n\n{tables.markdown(table)}\n\n{projections.LEGEND}",
+            f"## Claims\n\n{tables.claims_markdown(claims)}",
+        ),
+        claims,
+        projections.csv(rows),
+    )
+
+
+def _origin(ds: xr.Dataset, *names: str) -> str:
+    return "\n".join(f"- {name}: `{ds.attrs[name]}`" for name in (*names, "device", "git_revision", "versions"))
+
+
+def _markdown(parts: Sequence[str], pictures: Mapping[str, str]) -> str:
+    """`pictures`: a Markdown line for each figure, drawn or not."""
+    listed = "\n".join(f"- {name}: {picture}" for name, picture in pictures.items())
+    return "\n\n".join([*parts, *[f"## Figures\n\n{listed}"] * bool(pictures)]) + "\n"
 
 
 def _csv(rows: Sequence[Sequence[Any]]) -> bytes:

@@ -87,6 +87,16 @@ def summary_table(rows: Sequence[Row]) -> Group:
     return Group(*parts, Text(f"† {BASELINE}" if any(row.baseline for row in rows) else ""))
 
 
+def table(rows: Cells) -> Table:
+    """Head and body for the terminal, columns as wide as they need to be."""
+    made = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for i, name in enumerate(rows[0]):
+        made.add_column(name, justify="left" if i in (0, 1, len(rows[0]) - 1) else "right")
+    for row in rows[1:]:
+        made.add_row(*(Text(cell) for cell in row))
+    return made
+
+
 def _grid(rows: Cells, widths: Sequence[int], left: int) -> Table:
     table = Table.grid(padding=(0, 1, 0, 0))
     for i, width in enumerate(widths):

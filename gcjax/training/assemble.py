@@ -1,14 +1,9 @@
 """Histories -> the study's dataset: axes put in order, drift and ratios derived, nulls added."""
 
 import json
-import platform
-import subprocess
 from collections.abc import Mapping, Sequence
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import xarray as xr
 from ml_collections import ConfigDict
@@ -16,12 +11,12 @@ from ml_collections import ConfigDict
 from gcjax import config as configs
 from gcjax import results
 from gcjax.geometry import nulls
+from gcjax.provenance import origin
 from gcjax.training import sweep
 from gcjax.training.checkpoint import History
 from gcjax.training.executor import boundaries, full_steps, snapshot_steps
 
 HAAR_DRAWS = 200
-PACKAGES = ("gcjax", "jax", "jaxlib", "flax", "optax", "numpy")
 
 
 def assemble(
@@ -71,9 +66,7 @@ def assemble(
         "study": config.study,
         "config": configs.to_json(config),
         "sweep": json.dumps(paths),
-        "versions": json.dumps({name: metadata.version(name) for name in PACKAGES} | {"python": platform.python_version()}),
-        "device": f"{len(jax.local_devices())} x {jax.local_devices()[0].device_kind}",
-        "git_revision": git_revision(),
+        **origin(),
         "data": json.dumps(dict(provenance)),
         "wall_seconds": seconds,
     }
@@ -162,14 +155,3 @@ def _both(of_dimension: Any, dims: tuple[int, int]) -> list[Any]:
     """A value for the input and the output space, computed once where their dimensions are equal."""
     first = of_dimension(dims[0])
     return [first, first if dims[1] == dims[0] else of_dimension(dims[1])]
-
-
-def git_revision() -> str:
-    """The commit of the checkout this package runs from, `+` behind it when files differ; empty outside a checkout."""
-    try:
-        here = ["git", "-C", str(Path(__file__).parent)]
-        commit = subprocess.run([*here, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*here, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
-        return commit + ("+" if changed.strip() else "")
-    except (OSError, subprocess.CalledProcessError):
-        return ""

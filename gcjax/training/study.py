@@ -6,9 +6,7 @@ WORKDIR/results.nc    the dataset, once every run has ended
 """
 
 import contextlib
-import json
 import os
-import shutil
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,8 +25,8 @@ from gcjax.errors import GcjaxError, nearest
 from gcjax.geometry.spectra import SOLVERS
 from gcjax.training import checkpoint, executor, optim, problem, sweep, workers
 from gcjax.training.assemble import assemble
+from gcjax.workdir import open_workdir
 
-OURS = ("packs", "results.nc", "claims.md", "claims.csv", "summary.csv", "figures", "record.json")
 FREE = ("executor.workers", "checkpoint.seconds")  # may change between resumes: they do not reach the results
 SHARED = ("train.steps", "train.chunk", "model.depth", "model.width", "measure", "data", "executor", "checkpoint")
 
@@ -46,7 +44,7 @@ def train(
     listed = check(config)
     arrays, provenance = problem.load_data(listed[0].config)
     width = executor.vmap_width(config)
-    workdir = open_workdir(Path(workdir), _record(config, provenance, width), overwrite)
+    workdir = open_workdir(Path(workdir), _record(config, provenance, width), overwrite, ("packs",), FREE)
     path = workdir / "results.nc"
     if path.exists():
         console.print(f"{path} is complete; nothing to train (--overwrite begins anew)", highlight=False)
@@ -98,35 +96,8 @@ def _check_run(config: ConfigDict) -> None:
 
 
 def _record(config: ConfigDict, provenance: Mapping[str, Any], width: int) -> dict[str, Any]:
-    """What a workdir belongs to: everything that its results depend on, as JSON holds it."""
-    record = {"config": config.to_dict(), "data": dict(provenance), "vmap_width": width}
-    return json.loads(json.dumps(record))
-
-
-def open_workdir(workdir: Path, record: Mapping[str, Any], overwrite: bool) -> Path:
-    """Make or reopen a workdir; raises `GcjaxError` where it cannot be used or belongs to something else."""
-    kept = workdir / "record.json"
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        old = json.loads(kept.read_text()) if kept.exists() else None
-        if old is None and any(workdir.iterdir()):
-            raise GcjaxError(f"{workdir} holds files that no gcjax study wrote; give an empty or a new --workdir")
-        differing = [line for line in configs.differences(old or record, record)
-                     if line.partition(":")[0].removeprefix("config.") not in FREE]  # fmt: skip
-        if differing and not overwrite:
-            more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
-            raise GcjaxError(f"{workdir} belongs to another study ({'; '.join(differing[:5])}{more}); take another --workdir, "
-                             "or --overwrite to delete its results and begin anew")  # fmt: skip
-        if overwrite and old is not None:
-            for name in OURS:
-                path = workdir / name
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        scratch = workdir / ".record.json"
-        scratch.write_text(json.dumps(record, indent=1))
-        scratch.replace(kept)
-    except (OSError, ValueError) as error:
-        raise GcjaxError(f"the workdir {workdir} cannot be used: {error}") from error
-    return workdir
+    """What a workdir belongs to: everything that its results depend on."""
+    return {"config": config.to_dict(), "data": dict(provenance), "vmap_width": width}
 
 
 @contextlib.contextmanager

@@ -1,0 +1,209 @@
+"""A Llama-style decoder (arXiv 2307.09288; 2407.21783 for llama3 scaling): embedding, L equal layers under a scan, head.
+
+A layer maps `h` to `h + attention(n(h))`, then to `h + down(act(gate n(h)) * up n(h))`. Options cover Qwen2 (q/k/v biases)
+and Qwen3 (RMSNorm of each query and key head), and the ablations of arXiv 2605.04971. Axes beside DESIGN's: E, one head's
+dimension, and W = E / 2, its rotary frequencies. Kernels are `[in, out]`; `stacks` turns them into `W[out, in]`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Integer, PRNGKeyArray, Real
+
+from gcjax.errors import GcjaxError, nearest
+from gcjax.models.mlp import ACTIVATIONS, Model, Params
+
+NORMS = ("rmsnorm", "layernorm", "none")  # layernorm has a gain and no shift: it differs from rmsnorm by its centring alone
+DTYPES = ("float32", "bfloat16")
+ROPE_SCALINGS = ("none", "linear", "llama3", "factors")
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+
+# parameter name -> its role ("matrix": a stack of layers, "embedding" or "vector") and the part it is counted in
+PARAMETERS: Mapping[str, tuple[str, str]] = {
+    "embedding": ("embedding", "embedding"),
+    **dict.fromkeys(("q", "k", "v", "o"), ("matrix", "attention")),
+    **dict.fromkeys(("q_bias", "k_bias", "v_bias"), ("vector", "attention")),
+    **dict.fromkeys(("gate", "up", "down"), ("matrix", "mlp")),
+    **dict.fromkeys(("attention_norm", "mlp_norm", "q_norm", "k_norm", "final_norm"), ("vector", "norms")),
+    "head": ("embedding", "head"),
+}
+ROLES: Mapping[str, str] = {name: role for name, (role, _) in PARAMETERS.items()}
+
+
+def frequencies(head_dim: int, theta: float, scaling: Any) -> Float[np.ndarray, " W"]:
+    """Rotary frequencies in radians a token, `theta^(-2i / head_dim)`, after `scaling` (the config's `rope_scaling`).
+
+    `linear` divides all by `factor`. `llama3` divides those of wavelengths beyond `original_max_position_embeddings /
+    low_freq_factor`, keeps those under `... / high_freq_factor` and blends between. `factors` divides each by its own.
+    """
+    plain_W = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    if scaling["kind"] == "linear":
+        return plain_W / scaling["factor"]
+    if scaling["kind"] == "llama3":
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        turns_W = scaling["original_max_position_embeddings"] * plain_W / (2 * np.pi)
+        keep_W = np.clip((turns_W - low) / (high - low), 0, 1)
+        return keep_W * plain_W + (1 - keep_W) * plain_W / scaling["factor"]
+    if scaling["kind"] == "factors":
+        return plain_W / np.asarray(scaling["factors"], np.float64)
+    return plain_W
+
+
+def rotate(
+    x_BTHE: Float[Array, "B T H E"], positions_T: Real[Array, " T"], frequencies_W: Float[Array, " W"]
+) -> Float[Array, "B T H E"]:
+    """Rotary embedding (arXiv 2104.09864): entries i and i + E/2 of every head turned by position times frequency i."""
+    angle_T1W = (positions_T.astype(jnp.float32)[:, None] * frequencies_W)[:, None]
+    cos_T1W, sin_T1W = jnp.cos(angle_T1W), jnp.sin(angle_T1W)
+    a_BTHW, b_BTHW = jnp.split(x_BTHE.astype(jnp.float32), 2, axis=-1)
+    turned = (a_BTHW * cos_T1W - b_BTHW * sin_T1W, b_BTHW * cos_T1W + a_BTHW * sin_T1W)
+    return jnp.concatenate(turned, axis=-1).astype(x_BTHE.dtype)
+
+
+def rms_norm(x: Float[Array, "*B D"], gain_D: Float[Array, " D"], epsilon: float) -> Float[Array, "*B D"]:
+    """`gain * x / rms(x)`, computed in float32 whatever the dtype of `x`."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
+    return (x32 * gain_D.astype(jnp.float32)).astype(x.dtype)
+
+
+class Llama(nn.Module):
+    """Declares the parameters; the arithmetic of one layer is `layer`. Input tokens `[B, T]`, output logits `[B, T, V]`."""
+
+    vocabulary: int
+    width: int
+    depth: int
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    mlp_width: int
+    activation: str
+    norm: str
+    norm_eps: float
+    frequencies: tuple[float, ...]
+    qkv_bias: bool
+    qk_norm: bool
+    tied: bool
+    residual: bool
+    init_std: Any  # float or traced scalar
+    remat: bool
+    dtype: str
+
+    @nn.compact
+    def __call__(self, tokens_BT: Integer[Array, "B T"]) -> Float[Array, "B T V"]:
+        L, D, F, V, E = self.depth, self.width, self.mlp_width, self.vocabulary, self.head_dim
+        Q, K = self.heads * E, self.key_value_heads * E
+        zeros, ones, normal = nn.initializers.zeros_init(), nn.initializers.ones_init(), nn.initializers.normal(1.0)
+        # What is added to the residual stream 2L times over starts smaller by sqrt(2L), as in GPT-2.
+        std = {"o": self.init_std / math.sqrt(2 * L), "down": self.init_std / math.sqrt(2 * L)}
+
+        def draw(name: str, *shape: int) -> Array:
+            return self.param(name, lambda *a: std.get(name, self.init_std) * normal(*a), shape)
+
+        # What is drawn comes first: Flax draws by order, so a seed then means the same weights whatever else there is.
+        embedding_VD = draw("embedding", V, D)
+        shapes = ((D, Q), (D, K), (D, K), (Q, D), (D, F), (D, F), (F, D))
+        layers = {name: draw(name, L, *shape) for name, shape in zip(MATRICES, shapes)}
+        head_DV = embedding_VD.T if self.tied else draw("head", D, V)
+        if self.qkv_bias:
+            sizes = {"q_bias": Q, "k_bias": K, "v_bias": K}
+            layers |= {name: self.param(name, zeros, (L, size)) for name, size in sizes.items()}
+        if self.qk_norm:
+            layers |= {name: self.param(name, ones, (L, E)) for name in ("q_norm", "k_norm")}
+        if self.norm != "none":
+            layers |= {name: self.param(name, ones, (L, D)) for name in ("attention_norm", "mlp_norm")}
+
+        # take fills with NaN where a token is outside the vocabulary; indexing would clamp.
+        h_BTD = jnp.take(embedding_VD, tokens_BT, axis=0).astype(self.dtype)
+        # Inside a scan nothing merges the recomputation with the first computation, so no barrier against that.
+        step = jax.checkpoint(self.layer, prevent_cse=False) if self.remat else self.layer
+        h_BTD, _ = jax.lax.scan(lambda h, layer: (step(h, layer), None), h_BTD, layers)
+        if self.norm != "none":
+            h_BTD = self.normalize(h_BTD, self.param("final_norm", ones, (D,)))
+        return jnp.matmul(h_BTD, head_DV.astype(self.dtype), preferred_element_type=jnp.float32)
+
+    def layer(self, h_BTD: Array, layer: Mapping[str, Array]) -> Array:
+        w = {name: value if name.endswith("norm") else value.astype(self.dtype) for name, value in layer.items()}
+        y_BTD = self.attention(self.normalize(h_BTD, w.get("attention_norm")), w)
+        h_BTD = h_BTD + y_BTD if self.residual else y_BTD
+        x_BTD = self.normalize(h_BTD, w.get("mlp_norm"))
+        y_BTD = (ACTIVATIONS[self.activation](x_BTD @ w["gate"]) * (x_BTD @ w["up"])) @ w["down"]
+        return h_BTD + y_BTD if self.residual else y_BTD
+
+    def attention(self, x_BTD: Array, w: Mapping[str, Array]) -> Array:
+        positions_T = jnp.arange(x_BTD.shape[1])
+        frequencies_W = jnp.asarray(self.frequencies, jnp.float32)
+
+        def project(name: str) -> Array:
+            y_BTO = x_BTD @ w[name] + w[f"{name}_bias"] if self.qkv_bias else x_BTD @ w[name]
+            y_BTHE = y_BTO.reshape(*y_BTO.shape[:2], -1, self.head_dim)
+            if name == "v":
+                return y_BTHE
+            y_BTHE = rms_norm(y_BTHE, w[f"{name}_norm"], self.norm_eps) if self.qk_norm else y_BTHE
+            return rotate(y_BTHE, positions_T, frequencies_W)
+
+        # Its softmax is in float32 whatever the dtype.
+        y_BTHE = jax.nn.dot_product_attention(project("q"), project("k"), project("v"), is_causal=True)
+        return y_BTHE.reshape(*y_BTHE.shape[:2], -1) @ w["o"]
+
+    def normalize(self, x_BTD: Array, gain_D: Array | None) -> Array:
+        if gain_D is None:
+            return x_BTD
+        if self.norm == "layernorm":
+            x_BTD = x_BTD.astype(jnp.float32)
+            x_BTD = x_BTD - jnp.mean(x_BTD, axis=-1, keepdims=True)
+        return rms_norm(x_BTD, gain_D, self.norm_eps).astype(self.dtype)
+
+
+def stacks(params: Mapping[str, Array]) -> dict[str, Array]:
+    """Each projection as a stack `W[L, out, in]`, from parameters or from anything shaped like them (gradients)."""
+    return {name: params[name].swapaxes(-1, -2) for name in MATRICES}
+
+
+def build(config: Any) -> Model:
+    """The decoder that `config` (the study's `model` section) describes; `init_std` may be traced.
+
+    Raises `GcjaxError` for an activation, norm, dtype or rotary scaling that does not exist, and for heads that do not fit.
+    """
+    scaling = config["rope_scaling"]
+    for field, value, known in (
+        ("activation", config["activation"], ACTIVATIONS),
+        ("norm", config["norm"], NORMS),
+        ("dtype", config["dtype"], DTYPES),
+        ("rope_scaling.kind", scaling["kind"], ROPE_SCALINGS),
+    ):
+        if value not in known:
+            raise GcjaxError(f"model.{field}={value!r} does not exist; {nearest(value, known)}")
+    heads, shared, head_dim = config["heads"], config["key_value_heads"], config["head_dim"]
+    if heads % shared:
+        raise GcjaxError(f"model.heads={heads} is no multiple of model.key_value_heads={shared}; each serves as many heads")
+    if head_dim % 2:
+        raise GcjaxError(f"model.head_dim={head_dim} is odd; rotary embedding turns pairs of entries, so make it even")
+    if scaling["kind"] == "factors" and len(scaling["factors"]) != head_dim // 2:
+        found = len(scaling["factors"])
+        raise GcjaxError(f"model.rope_scaling.factors has {found} entries; head_dim={head_dim} needs {head_dim // 2}")
+    turning = frequencies(head_dim, config["rope_theta"], scaling)
+    fields = {field.name: config[field.name] for field in dataclasses.fields(Llama) if field.name in config}
+    module = Llama(**fields, frequencies=tuple(turning.tolist()))
+
+    def init(key: PRNGKeyArray) -> Any:
+        return dict(module.init(key, jnp.zeros((1, 1), jnp.int32))["params"])
+
+    def apply(params: Params, tokens_BT: Array) -> Any:
+        return module.apply({"params": params}, tokens_BT)
+
+    return Model(init, apply, stacks, ROLES)
+
+
+def parameters_per_part(config: Any) -> dict[str, int]:
+    """How many parameters the embedding, attention (with biases), MLP, norms and an untied head have, and their total."""
+    counts = dict.fromkeys((part for _, part in PARAMETERS.values()), 0)
+    for name, value in jax.eval_shape(build(config).init, jax.random.key(0)).items():
+        counts[PARAMETERS[name][1]] += value.size
+    return counts | {"total": sum(counts.values())}

@@ -1,0 +1,1 @@
+"""Pretrained checkpoints: read, measured, converted."""

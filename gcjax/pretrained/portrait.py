@@ -1,0 +1,123 @@
+"""One matrix of a checkpoint -> its portrait: the little that has to be kept of it to compare it with every other layer.
+
+Two forms: `raw`, the matrix as stored, and `effective`, with its norm's gains folded in (`Gain`). A matrix without a gain
+has the raw form alone, and its effective form is the same.
+
+| name in a portrait | shape | what |
+|---|---|---|
+| state | | "measured", "not finite" or "zero"; only a measured matrix has the rest |
+| FORM/u, FORM/v | O K, I K | leading singular vectors |
+| FORM/s | K + 1 or K | leading singular values, one more than vectors where it is known |
+| FORM/residual, FORM/energy | | of the leading triplet; `||W||_F^2` |
+| FORM/passes, FORM/method | | of Krylov iteration; see `gcjax.geometry.decompose` |
+| FORM/gram, FORM/sigma2 | 2 | exact alignments with the layer before, (input, output); where both matrices are small |
+| FORM/probed_input, FORM/probed_output | I N, O N | `gcjax.geometry.sketch`; where not |
+| null/input or null/output | N D | leading vector in the gain's space under each of `draws` random frames |
+"""
+
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gcjax.geometry import krylov, sketch
+from gcjax.geometry.continuity import gram_alignment, sigma2_alignment
+from gcjax.geometry.decompose import Decomposition, decompose, framed, null_leading
+from gcjax.geometry.krylov import Frame
+from gcjax.pretrained.options import Options
+
+Portrait = dict[str, np.ndarray]
+
+
+class Whole(NamedTuple):
+    """All of a matrix that is small enough to be compared with its neighbour exactly; by form."""
+
+    w_OI: np.ndarray
+    found: Decomposition
+
+
+class Weight(NamedTuple):
+    """A matrix in memory, with the gain of its norm (None: it has none)."""
+
+    name: str  # projection and layer; seeds what is random about it
+    w_OI: np.ndarray  # float32
+    gain_D: np.ndarray | None
+    output: bool  # the gain multiplies the output
+
+
+def draw(weight: Weight, before: Mapping[str, Whole], options: Options) -> tuple[Portrait, dict[str, Whole]]:
+    """The portrait of a matrix, and itself where it is small; `before` is the layer before it, where that is small."""
+    energy = float(np.vdot(weight.w_OI, weight.w_OI))
+    if not np.isfinite(energy) or energy == 0:
+        return {"state": np.array("zero" if energy == 0 else "not finite")}, {}
+    portrait: Portrait = {"state": np.array("measured")}
+    small = min(weight.w_OI.shape) <= options.exact_below
+    w_OI, wholes = jnp.asarray(weight.w_OI), {}
+    for form, frame in _forms(weight):
+        found = decompose(w_OI, frame, options.rank, options.seed, options.tolerance, options.exact_below)
+        kept = {
+            "u": found.u_OK[:, : options.rank],
+            "v": found.v_IK[:, : options.rank],
+            "s": found.s_K[: options.rank + 1],
+            "residual": np.float64(found.residual),
+            "energy": np.float64(energy if frame is None else _energy(w_OI, frame)),
+            "passes": np.int64(found.passes),
+            "method": np.array(found.method),
+        }
+        if small:
+            wholes[form] = Whole(framed(w_OI, frame), found)
+            if form in before:
+                kept["gram"], kept["sigma2"] = _alignments(before[form], wholes[form])
+        else:
+            z_IN, z_ON = (sketch.probes(d, options.probes, options.seed) for d in w_OI.shape[::-1])
+            probed = sketch.apply_grams(w_OI, frame, z_IN, z_ON, kept["energy"])
+            kept["probed_input"], kept["probed_output"] = map(np.asarray, probed)
+        portrait |= {f"{form}/{name}": value for name, value in kept.items()}
+    if weight.gain_D is not None:
+        gain_D = jnp.asarray(weight.gain_D)
+        frames = (krylov.random_frame(jax.random.key(seed), gain_D, weight.output) for seed in _seeds(weight.name, options))
+        portrait["null/output" if weight.output else "null/input"] = np.stack(
+            [null_leading(w_OI, frame, options.seed, 1e-2) for frame in frames]
+        )
+    return portrait, wholes
+
+
+def _forms(weight: Weight) -> Iterator[tuple[str, Frame | None]]:
+    yield "raw", None
+    if weight.gain_D is not None:
+        yield "effective", krylov.gains(jnp.asarray(weight.gain_D), weight.output)
+
+
+def _energy(w_OI: jax.Array, frame: Frame) -> float:
+    square_D = np.asarray(jnp.sum(w_OI * w_OI, axis=1 if frame.output else 0), np.float64)
+    return float(square_D @ np.asarray(frame.gain_D, np.float64) ** 2)
+
+
+def _seeds(name: str, options: Options) -> list[int]:
+    """Other frames for every matrix and draw."""
+    state = np.random.SeedSequence([options.seed, zlib.crc32(name.encode())]).generate_state(options.draws)
+    return [int(seed) for seed in state]
+
+
+def _alignments(a: Whole, b: Whole) -> tuple[np.ndarray, np.ndarray]:
+    """Gram and sigma^2-weighted alignment of two matrices, each over (input, output)."""
+    w_2OI = jnp.stack([a.w_OI, b.w_OI])
+    s_2K = jnp.stack([a.found.s_K, b.found.s_K]).astype(jnp.float32)
+    spaces = (jnp.stack([a.found.v_IK, b.found.v_IK]), jnp.stack([a.found.u_OK, b.found.u_OK]))
+    gram = [_gram(w_2OI)[0], _gram(w_2OI.swapaxes(1, 2))[0]]
+    return np.asarray(gram, np.float32), np.asarray([_sigma2(x_2DK, s_2K)[0] for x_2DK in spaces], np.float32)
+
+
+@jax.jit
+def _gram(w_LOI: jax.Array) -> jax.Array:
+    with jax.default_matmul_precision("highest"):
+        return gram_alignment(w_LOI)
+
+
+@jax.jit
+def _sigma2(x_LDK: jax.Array, s_LK: jax.Array) -> jax.Array:
+    with jax.default_matmul_precision("highest"):
+        return sigma2_alignment(x_LDK, s_LK)
