@@ -159,7 +159,7 @@ def check(result: xr.Dataset, origin: str) -> xr.Dataset:
     if result.attrs.get("format") != FORMAT:
         raise GcjaxError(f"{origin} is not a gcjax result of format {FORMAT}: its attribute 'format' is "
                          f"{result.attrs.get('format')!r}")  # fmt: skip
-    kind = KINDS.get(result.attrs.get("kind", ""))
+    kind = KINDS.get(str(result.attrs.get("kind")))
     if kind is None:
         raise GcjaxError(f"{origin} is of no kind that gcjax knows: {result.attrs.get('kind')!r}")
     missing = [f"attribute {name}" for name in kind.attributes if name not in result.attrs]

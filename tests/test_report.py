@@ -140,7 +140,7 @@ def test_reporting_never_imports_jax(small):
 
 
 def test_an_empty_directory_is_explained(tmp_path):
-    with pytest.raises(GcjaxError, match=r"results\.nc does not exist; 'gcjax train' writes it"):
+    with pytest.raises(GcjaxError, match=r"results\.nc does not exist; 'gcjax train' and 'gcjax measure' write it"):
         report(tmp_path)
 
 

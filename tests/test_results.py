@@ -95,7 +95,7 @@ def test_a_missing_variable_is_named(dataset, name):
         results.check(dataset.drop_vars(name), "mine")
 
 
-@pytest.mark.parametrize("name", [name for name in results.ATTRIBUTES if name != "format"])
+@pytest.mark.parametrize("name", [name for name in results.ATTRIBUTES if name not in ("format", "kind")])
 def test_a_missing_attribute_is_named(dataset, name):
     short = dataset.copy()
     del short.attrs[name]
@@ -123,22 +123,31 @@ def test_axes_in_another_order_are_refused(dataset):
         results.check(dataset.assign(loss=dataset.loss.transpose("step", "run")), "mine")
 
 
-@pytest.mark.parametrize("version", [None, 0, results.FORMAT + 1])
+@pytest.mark.parametrize("version", [None, 0, 1, results.FORMAT + 1])
 def test_another_format_is_refused(dataset, version):
     other = dataset.copy()
     del other.attrs["format"]
     other.attrs |= {} if version is None else {"format": version}
-    with pytest.raises(GcjaxError, match=rf"mine is not a gcjax result of format 1: its attribute 'format' is {version!r}"):
+    with pytest.raises(GcjaxError, match=rf"mine is not a gcjax result of format 2: its attribute 'format' is {version!r}"):
+        results.check(other, "mine")
+
+
+@pytest.mark.parametrize("kind", [None, "studies"])
+def test_another_kind_is_refused(dataset, kind):
+    other = dataset.copy()
+    del other.attrs["kind"]
+    other.attrs |= {} if kind is None else {"kind": kind}
+    with pytest.raises(GcjaxError, match=f"mine is of no kind that gcjax knows: {kind!r}"):
         results.check(other, "mine")
 
 
 def test_a_variable_that_the_schema_does_not_know_is_refused(dataset):
-    with pytest.raises(GcjaxError, match=r"results have no variable cosines; SCHEMA in gcjax/results\.py lists them"):
+    with pytest.raises(GcjaxError, match=r"results of kind study have no variable cosines; gcjax/results\.py lists them"):
         results.dataset({"cosines": dataset.cosine.values}, dataset.coords, dataset.attrs)
 
 
 def test_a_file_that_does_not_exist_is_named(tmp_path):
-    with pytest.raises(GcjaxError, match=r"results\.nc does not exist; 'gcjax train' writes it"):
+    with pytest.raises(GcjaxError, match=r"results\.nc does not exist; 'gcjax train' and 'gcjax measure' write it"):
         results.load(tmp_path)
 
 
@@ -153,7 +162,7 @@ def test_a_file_that_is_not_netcdf_is_named(tmp_path, content):
 def test_netcdf_of_another_origin_is_refused(tmp_path):
     path = tmp_path / "results.nc"
     xr.Dataset({"x": ("t", [1.0])}).to_netcdf(path, engine="h5netcdf")
-    with pytest.raises(GcjaxError, match=r"results\.nc is not a gcjax result of format 1: its attribute 'format' is None"):
+    with pytest.raises(GcjaxError, match=r"results\.nc is not a gcjax result of format 2: its attribute 'format' is None"):
         results.load(path)
 
 

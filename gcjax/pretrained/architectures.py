@@ -1,8 +1,5 @@
 """Where every layer's projections lie in a checkpoint: tensor names, shapes and config -> `Plan`.
 
-Sources of the table: the modelling code of `transformers`, and llama.cpp's converter for GGUF, which stores every
-matrix as [out, in] and q, k, v one after the other, whatever the family, and Gemma's gains as g.
-
 The effective form folds a norm's gain g into the matrix beside it: `W diag(g)` behind a pre-norm, `diag(g) W` before a
 post-norm. LayerNorm folds like RMSNorm: its removal of the mean, a projection that all layers share, is ignored, as are
 biases. Where a norm acts on the residual sum (BERT) its gain belongs to no single matrix. The gains of q/k norms act
@@ -18,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gcjax.errors import GcjaxError, nearest
+from gcjax.pretrained.families import FAMILIES, NAMED, PERMUTED, QKV, UNMEASURED, Family
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
@@ -70,106 +68,7 @@ class Plan(NamedTuple):
     experts: int  # 0: dense
 
 
-class _Family(NamedTuple):
-    name: str
-    types: tuple[str, ...]  # `model_type` of config.json, `general.architecture` of GGUF
-    matrices: Mapping[str, tuple[str, ...]]  # tensor -> the projections in its rows, in order; `*` an expert's number
-    norms: Mapping[str, tuple[str, ...]]  # tensor -> the projections that its gain belongs to
-    offset: float = 0.0
-    transposed: bool = False
-    interleaved: bool = False  # fused q, k, v lie head by head: [head, 3, head_dim, in]
-
-
-_QKV, _MLP = ("q", "k", "v"), ("gate", "up")
-_DECODER: Mapping[str, tuple[str, ...]] = {
-    **{f"self_attn.{p}_proj": (p,) for p in "qkvo"},
-    "self_attn.dense": ("o",),
-    "self_attn.qkv_proj": _QKV,
-    **{f"mlp.{p}_proj": (p,) for p in ("gate", "up", "down")},
-    "mlp.gate_up_proj": _MLP,
-    **dict.fromkeys(("mlp.c_fc", "mlp.fc1"), ("up",)),
-    **dict.fromkeys(("mlp.c_proj", "mlp.fc2"), ("down",)),
-    **{f"mlp.experts.*.{p}_proj": (p,) for p in ("gate", "up", "down")},
-    "mlp.experts.gate_up_proj": _MLP,
-    "mlp.experts.down_proj": ("down",),
-    "block_sparse_moe.experts.*.w1": ("gate",),
-    "block_sparse_moe.experts.*.w2": ("down",),
-    "block_sparse_moe.experts.*.w3": ("up",),
-}
-_GPT2 = {"attn.c_attn": _QKV, "attn.c_proj": ("o",), "mlp.c_fc": ("up",), "mlp.c_proj": ("down",)}
-_NEOX = {"attention.query_key_value": _QKV, "attention.dense": ("o",),
-         "mlp.dense_h_to_4h": ("up",), "mlp.dense_4h_to_h": ("down",)}  # fmt: skip
-_BERT: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("attention.self.query", "attention.q_lin"), ("q",)),
-    **dict.fromkeys(("attention.self.key", "attention.k_lin"), ("k",)),
-    **dict.fromkeys(("attention.self.value", "attention.v_lin"), ("v",)),
-    **dict.fromkeys(("attention.output.dense", "attention.out_lin"), ("o",)),
-    **dict.fromkeys(("intermediate.dense", "ffn.lin1"), ("up",)),
-    **dict.fromkeys(("output.dense", "ffn.lin2"), ("down",)),
-}
-_BLOCK: Mapping[str, tuple[str, ...]] = {
-    **{f"attn_{p}": (p,) for p in "qkv"},
-    "attn_qkv": _QKV,
-    "attn_output": ("o",),
-    **{f"ffn_{p}{form}": (p,) for p in ("gate", "up", "down") for form in ("", ".*", "_exps")},
-    "ffn_gate_up_exps": _MLP,
-}
-
-_PRE = {"input_layernorm": _QKV, "post_attention_layernorm": _MLP}  # in these, a pre-norm in spite of its name
-_SANDWICH = {"input_layernorm": _QKV, "post_attention_layernorm": ("o",),
-             "pre_feedforward_layernorm": _MLP, "post_feedforward_layernorm": ("down",)}  # fmt: skip
-_POST = {"post_attention_layernorm": ("o",), "post_feedforward_layernorm": ("down",)}
-_GLM = _PRE | {"post_self_attn_layernorm": ("o",), "post_mlp_layernorm": ("down",)}
-_PARALLEL = {"input_layernorm": _QKV + _MLP}
-_BLOCK_PRE = {"attn_norm": _QKV, "ffn_norm": _MLP}
-_BLOCK_POST = {"post_attention_norm": ("o",), "post_ffw_norm": ("down",)}
-
-_LLAMA = (
-    *("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "phi3", "granite", "stablelm", "starcoder2"),
-    *("deepseek", "deepseek_v2", "deepseek_v3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"),
-    *("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl_text"),
-)
-_BLOCK_LLAMA = (
-    *("llama", "mistral3", "qwen2", "qwen2vl", "qwen3", "smollm3", "granite", "stablelm", "starcoder2"),
-    *("deepseek", "deepseek2", "qwen2moe", "qwen3moe", "olmoe"),
-)
-# By format. Where a config names no type, the row that explains most tensors counts, the first among equals.
-_FAMILIES: Mapping[str, tuple[_Family, ...]] = {
-    "safetensors": (
-        _Family("llama", _LLAMA, _DECODER, _PRE),
-        _Family("gemma", ("gemma",), _DECODER, _PRE, offset=1.0),
-        _Family("gemma2", ("gemma2", "gemma3", "gemma3_text"), _DECODER, _SANDWICH, offset=1.0),
-        _Family("olmo2", ("olmo2", "olmo3"), _DECODER, _POST),
-        _Family("olmo", ("olmo",), _DECODER, {}),
-        _Family("glm4", ("glm4",), _DECODER, _GLM),
-        _Family("phi", ("phi", "cohere", "cohere2"), _DECODER, _PARALLEL),
-        _Family("gpt2", ("gpt2",), _GPT2, {"ln_1": _QKV, "ln_2": _MLP}, transposed=True),
-        _Family("gpt_neox", ("gpt_neox",), _NEOX, _PRE, interleaved=True),
-        _Family("bert", ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert"), _BERT, {}),
-    ),
-    "gguf": (
-        _Family("llama", _BLOCK_LLAMA, _BLOCK, _BLOCK_PRE),
-        _Family("llama", ("phi3",), {**_BLOCK, "ffn_up": _MLP}, _BLOCK_PRE),
-        _Family("gemma", ("gemma",), _BLOCK, _BLOCK_PRE),
-        _Family("gemma2", ("gemma2", "gemma3"), _BLOCK, _BLOCK_PRE | _BLOCK_POST),
-        _Family("olmo2", ("olmo2",), _BLOCK, _BLOCK_POST),
-        _Family("olmo", ("olmo",), _BLOCK, {}),
-        _Family("gpt2", ("gpt2",), _BLOCK, _BLOCK_PRE),
-        _Family("gpt_neox", ("gptneox",), _BLOCK, _BLOCK_PRE),
-        _Family("bert", ("bert",), _BLOCK, {}),
-    ),
-}
 _MOST = 4096  # experts, more than any model has: beyond, a damaged header
-_NAMED = (_DECODER, _BLOCK)  # names that say what they hold, whatever the type
-_PERMUTED = (  # by llama.cpp's converter, for rotary embeddings of neighbouring rows
-    *("llama", "mistral3", "smollm3", "olmo", "granite", "granitemoe", "deepseek", "arcee", "deci", "minicpm"),
-    *("internlm2", "baichuan", "xverse"),
-)
-_UNMEASURED = {  # what is known of tensors that are no projection
-    r"(mlp|moe)\.gate$|router|gate_inp$": "routers",
-    r"shared_expert|shexp$": "shared experts",
-    r"_a_proj|_b_proj|attn_k?q?v?_[ab]\b|kv_a_mqa": "latent attention, which has no plain q, k and v",
-}
 _NESTED = ("text_config", "llm_config", "language_config")
 _HEAD_FIELDS = (("num_attention_heads", "n_head", "n_heads"), ("num_key_value_heads",), ("head_dim",))
 _BLOCK_HEAD_FIELDS = ("attention.head_count", "attention.head_count_kv", "attention.key_length")
@@ -217,8 +116,8 @@ def plan(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], forma
     Raises `GcjaxError` for head counts that do not fit, for two tensors that are the same layer's projection, for
     shapes that are no matrix's, and when no stack is found.
     """
-    if format not in _FAMILIES:
-        raise GcjaxError(f"format {format!r} does not exist; {nearest(format, _FAMILIES)}")
+    if format not in FAMILIES:
+        raise GcjaxError(f"format {format!r} does not exist; {nearest(format, FAMILIES)}")
     settings = dict(config)
     for key in _NESTED:
         settings.update(config[key] if isinstance(config.get(key), Mapping) else {})
@@ -233,7 +132,7 @@ def plan(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], forma
         places = {name: place for name, place in places.items() if place.layer < depth}
         notes.append(f"layers from {depth} on predict further tokens and are left out")
 
-    family = _family(_FAMILIES[format], kind, {place.tensor for place in places.values()})
+    family = _family(FAMILIES[format], kind, {place.tensor for place in places.values()})
     if family is None:
         return _by_pattern(text, kind, notes)
     listed = kind in family.types
@@ -278,7 +177,7 @@ def plan(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], forma
     for role, names in itertools.groupby(sorted(unused, key=lambda name: (_role(name), name)), key=_role):
         notes.append(f"not measured: {role} ({_some(names)})")
     heads = _fitting_heads(matrices, counts, notes)
-    permuted = format == "gguf" and kind in _PERMUTED
+    permuted = format == "gguf" and kind in PERMUTED
     return _plan(family.name if listed or kind is None else str(kind), matrices, notes, heads, permuted, experts)
 
 
@@ -315,13 +214,13 @@ def _place(name: str) -> _Place | None:
     return _Place(int(match[1]), _NUMBER.sub("*", match[2]).removesuffix(".weight"), expert)
 
 
-def _family(table: Iterable[_Family], kind: object, tensors: set[str]) -> _Family | None:
+def _family(table: Iterable[Family], kind: object, tensors: set[str]) -> Family | None:
     """The row for the type `kind`; else the one that names suggest, if any."""
     rows = [family for family in table if kind in family.types]
     if not rows and kind is None:
         rows = [family for family in table if family.norms.keys() <= tensors]
     elif not rows:
-        rows = [family for family in table if family.matrices in _NAMED]
+        rows = [family for family in table if family.matrices in NAMED]
     rows = [family for family in rows if family.matrices.keys() & tensors]
     return max(rows, key=lambda row: (len(row.matrices.keys() & tensors), len(row.norms)), default=None)
 
@@ -342,7 +241,7 @@ def _positive(value: Any) -> int | None:
 
 
 def _pieces(
-    name: str, shape: tuple[int, ...], projections: tuple[str, ...], family: _Family, counts: _Counts
+    name: str, shape: tuple[int, ...], projections: tuple[str, ...], family: Family, counts: _Counts
 ) -> Iterator[tuple[str, _Piece]]:
     """What a tensor holds of each projection, expert by expert where it is packed."""
     out, into = shape[-2:][::-1] if family.transposed else shape[-2:]
@@ -358,7 +257,7 @@ def _split(
 ) -> list[tuple[slice, ...]]:
     """The rows of each projection in a fused tensor of `out` rows."""
     sizes, repeats, cause = [out // len(projections)] * len(projections), 1, "an odd number"
-    if projections == _QKV and (interleaved or counts.values[0] or out != 3 * into):
+    if projections == QKV and (interleaved or counts.values[0] or out != 3 * into):
         if (heads := counts.heads(into)) is None:
             raise GcjaxError(f"{name} holds q, k and v, but the config has no usable {counts.fields[0]} to split it by")
         key_value, repeats = (heads.query, heads.query) if interleaved else (heads.key_value, 1)
@@ -471,7 +370,7 @@ def _layers(numbers: list[int]) -> str:
 
 
 def _role(tensor: str) -> str:
-    return next((role for pattern, role in _UNMEASURED.items() if re.search(pattern, tensor)), "other tensors")
+    return next((role for pattern, role in UNMEASURED.items() if re.search(pattern, tensor)), "other tensors")
 
 
 def _some(items: Iterable[object], limit: int = 8) -> str:
