@@ -70,9 +70,9 @@ def claims_table(claims: Sequence[Claim]) -> Group:
             parts.append(_grid(cells, CHECK_WIDTHS, 2))
             remarks = [
                 *(note for note in claim.notes if note not in common),
-                *(one.detail for one in claim.checks if one.detail != UNDECIDED),
+                *(f"{one.name}: {rest}" for one in claim.checks if (rest := one.detail.removeprefix(UNDECIDED).lstrip("; "))),
             ]
-            parts += [Padding(Text(text, style="dim"), (0, 0, 0, 2)) for text in remarks if text]
+            parts += [Padding(Text(text, style="dim"), (0, 0, 0, 2)) for text in remarks]
     legend = "yes, no, undecided: the whole interval, none of it, part of it is as required; info: does not decide"
     return Group(*parts, Text(f"\n{legend}", style="dim"))
 
