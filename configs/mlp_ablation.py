@@ -208,6 +208,7 @@ def optimizer() -> dict:
 def normalization() -> dict:
     """What LayerNorm does to the rank profile: with and without an activation, plain and affine, 5 seeds.
 
-    Not run to its end yet; three seeds of its plain half are in `paper`.
+    17 minutes on two busy cores. Cosines of ranks 1, 2, 8 at the end: ReLU .96 .34 .22; LN+None .80 .64 .53; LN+ReLU .96 .45
+    .23; affine as plain (.81 .70 .62; .95 .45 .23); None .36 .32 .26.
     """
     return {"points": tuple(point(name) for name in ("Res+None", "Res+ReLU", *NORMALIZED)), "seeds": 5}
