@@ -38,8 +38,25 @@ examples:
   gcjax measure smollm2-135m --workdir runs/smollm2
   gcjax measure ~/models/Llama-3.1-8B --workdir runs/llama-8b
   gcjax measure hf:Qwen/Qwen3-8B --workdir runs/qwen3-8b
+  gcjax measure DIR --workdir runs/big --circuits         # also OV and QK, the rotation-free products of heads
+  gcjax measure hf:EleutherAI/pythia-160m@step0,step1000,step143000 --workdir runs/pythia    # against the training step
   gcjax measure DIR --workdir runs/big --shard 3/8        # the third of eight shares, in one of several processes
   gcjax measure DIR --workdir runs/big --merge            # when all shares are there"""
+CONVERT = """Convert a pretrained model of the Llama family (Llama, Mistral, SmolLM, Qwen2, Qwen3) to parameters of
+gcjax's own: DIR/model.json and DIR/params (orbax), one parameter in memory at a time, whole or not at all."""
+CONVERT_EXAMPLES = """MODEL is a directory or file, an asset (gcjax fetch --list), or hf:org/name[@revision] on the
+Hugging Face hub.
+
+examples:
+  gcjax convert smollm2-135m --out models/smollm2
+  gcjax convert hf:Qwen/Qwen3-8B --out models/qwen3-8b --dtype bfloat16
+  gcjax measure models/smollm2 --workdir runs/smollm2     # what measuring the source gives
+
+in Python:
+  from gcjax.models import llama
+  from gcjax.pretrained import converted
+  section, params = converted.load("models/smollm2")
+  logits = llama.build(section).apply(params, tokens)"""
 REPORT = """Render a study's results again, without JAX: both tables on the terminal, claims.md, claims.csv,
 summary.csv, figures/."""
 REPORT_EXAMPLES = """examples:
@@ -81,14 +98,21 @@ def parser() -> argparse.ArgumentParser:
     train.add_argument("--workdir", required=True, metavar="DIR", help="where checkpoints and results go")
     train.add_argument("--overwrite", action="store_true", help="delete what the workdir holds and begin anew")
     measure = add("measure", MEASURE, MEASURE_EXAMPLES)
-    measure.add_argument("model", metavar="MODEL", help="what to measure")
+    measure.add_argument("model", nargs="+", metavar="MODEL", help="what to measure; several: checkpoints of one training run")
     measure.add_argument("--workdir", required=True, metavar="DIR", help="where parts and results go")
     for name, kind, text in MEASURE_OPTIONS:
         measure.add_argument(f"--{name}", type=kind, metavar=kind.__name__.upper(), help=text)
     measure.add_argument("--exact", action="store_true", help="decompose every matrix whole, however large")
+    measure.add_argument("--circuits", action="store_true", help="also the products of attention heads: OV and QK")
     measure.add_argument("--shard", type=_shard, metavar="I/N", help="measure the I-th of N shares only")
     measure.add_argument("--merge", action="store_true", help="measure nothing, put the parts together")
     measure.add_argument("--overwrite", action="store_true", help="delete what the workdir holds and begin anew")
+    convert = add("convert", CONVERT, CONVERT_EXAMPLES)
+    convert.add_argument("model", metavar="MODEL", help="what to convert")
+    convert.add_argument("--out", required=True, metavar="DIR", help="a new directory for the parameters")
+    convert.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
+                         help="of the parameters (default: %(default)s)")  # fmt: skip
+    convert.add_argument("--overwrite", action="store_true", help="replace the converted model that DIR holds")
     report = add("report", REPORT, REPORT_EXAMPLES)
     report.add_argument("directory", metavar="DIR", help="a workdir, or a results.nc")
     report.add_argument("--formats", default="svg,png", help="of the figures, with commas (default: %(default)s)")
@@ -128,6 +152,10 @@ def run(arguments: Sequence[str]) -> None:
             print(f"\n{len(written)} files in {options.workdir}: results.nc, claims.md, claims.csv, summary.csv, figures/")
         case "measure":
             measure(options)
+        case "convert":
+            from gcjax.pretrained.converted import convert
+
+            convert(options.model, options.out, options.dtype, overwrite=options.overwrite)
         case "report":
             from gcjax.reporting.report import report
 
@@ -142,14 +170,20 @@ def measure(options: argparse.Namespace) -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from gcjax.pretrained.measure import measure
     from gcjax.pretrained.options import Options
+    from gcjax.pretrained.series import expand, measure_series
     from gcjax.reporting.report import report
 
     given = {name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name, *_ in MEASURE_OPTIONS}
     chosen = {name: value for name, value in given.items() if value is not None} | (
         {"exact_below": 10**9} if options.exact else {}
     )
-    found = measure(options.model, options.workdir, Options(**chosen), shard=options.shard, merge=options.merge,
-                    overwrite=options.overwrite)  # fmt: skip
+    models, how = expand(options.model), {"shard": options.shard, "merge": options.merge, "overwrite": options.overwrite}
+    if len(models) > 1 and options.circuits:
+        raise GcjaxError("--circuits takes one checkpoint; measure each of them in a workdir of its own")
+    if len(models) > 1:
+        found = measure_series(models, options.workdir, Options(**chosen), **how)
+    else:
+        found = measure(models[0], options.workdir, Options(**chosen), **how, with_circuits=options.circuits)
     if found is not None:
         written = report(options.workdir)
         print(f"\n{len(written)} files in {options.workdir}")

@@ -47,12 +47,36 @@ this matrix:
 | gap, angle_bound | form matrix layer | as above |
 | flagged (int8) | form matrix pair | as above; 1 too where a matrix is zero or not finite |
 | passes | form matrix layer | passes over the matrix by Krylov iteration; 0 where it was decomposed whole |
+| rounding_angle | matrix space layer | rms turn of the leading raw vectors that storage may have made, radians |
 | cosine_null | form matrix space | chance level: analytic, or of the effective form that of its gains in random frames |
 | cosine_mean_null_quantile | form matrix space quantile | the same for the mean over all pairs |
 | overlap_null | matrix space rank | k / d |
 | dimension | matrix space | d |
 
+A series of checkpoints of one training run (kind "series") has the same variables with `step` in front.
+
 Attributes: `model`, `family`, `parameters` (their number), `fingerprint`, `notes` (JSON list), `options` (JSON).
+
+Beside it, in `circuits.nc`, the rotation-free products of its attention heads (kind "circuits"; `CIRCUITS`): OV, `W_O W_V`
+(input: what is read; output: what is written), and QK, `W_Q^T W_K` (input: the keys' side; output: the queries'), of raw
+weights. Pairs are labelled as above; those without `head_` are of OV summed over heads:
+
+| variable | dims | what |
+|---|---|---|
+| cosine | space pair rank | as above |
+| sigma | layer rank | as above |
+| gap | layer | as above |
+| flagged (int8) | pair | as above |
+| cosine_null, cosine_null_quantile, cosine_mean_null_quantile | space; with quantile | as above |
+| head_cosine | circuit space pair head | leading-vector `|cos|` of a head of the second layer with its partner in the first |
+| partner (int16) | circuit pair head | that partner: heads are matched for the largest sum of both spaces' mean; -1: none |
+| head_gap | circuit layer head | s_1 / s_2 |
+| head_flagged (int8) | circuit pair head | 1 where either gap forbids trust, or there is no partner |
+| head_null | circuit space | mean over heads of `|cos|`, of both layers' heads in random relative frames, matched likewise |
+| head_null_quantile, head_mean_null_quantile | circuit space quantile | its quantiles, one pair; the mean over all pairs |
+| dimension | circuit space | d |
+
+Its attributes are a measurement's.
 """
 
 import io
@@ -117,10 +141,29 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
     "angle_bound": _FORM_LAYERS,
     "flagged": ("form", "matrix", "pair"),
     "passes": _FORM_LAYERS,
+    "rounding_angle": ("matrix", "space", "layer"),
     "cosine_null": ("form", "matrix", "space"),
     "cosine_mean_null_quantile": ("form", "matrix", "space", "quantile"),
     "overlap_null": ("matrix", "space", "rank"),
     "dimension": ("matrix", "space"),
+}
+PRODUCTS = ("ov", "qk")  # the values of `circuit`
+CIRCUITS: Mapping[str, tuple[str, ...]] = {
+    "cosine": ("space", "pair", "rank"),
+    "sigma": ("layer", "rank"),
+    "gap": ("layer",),
+    "flagged": ("pair",),
+    "cosine_null": ("space",),
+    "cosine_null_quantile": ("space", "quantile"),
+    "cosine_mean_null_quantile": ("space", "quantile"),
+    "head_cosine": ("circuit", "space", "pair", "head"),
+    "partner": ("circuit", "pair", "head"),
+    "head_gap": ("circuit", "layer", "head"),
+    "head_flagged": ("circuit", "pair", "head"),
+    "head_null": ("circuit", "space"),
+    "head_null_quantile": ("circuit", "space", "quantile"),
+    "head_mean_null_quantile": ("circuit", "space", "quantile"),
+    "dimension": ("circuit", "space"),
 }
 RUN_COORDS = ("point", "variant", "seed", "status")
 _ORIGIN = ("format", "kind", "versions", "device", "git_revision", "wall_seconds")
@@ -135,9 +178,12 @@ class Kind(NamedTuple):
     attributes: tuple[str, ...]
 
 
+_MODEL = (*_ORIGIN, "model", "family", "parameters", "fingerprint", "notes", "options")
 KINDS = {
     "study": Kind(SCHEMA, RUN_COORDS, ATTRIBUTES),
-    "measurement": Kind(MEASURED, (), (*_ORIGIN, "model", "family", "parameters", "fingerprint", "notes", "options")),
+    "measurement": Kind(MEASURED, (), _MODEL),
+    "series": Kind({name: ("step", *dims) for name, dims in MEASURED.items()}, ("step", "checkpoint"), _MODEL),
+    "circuits": Kind(CIRCUITS, (), _MODEL),
 }
 
 

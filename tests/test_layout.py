@@ -10,9 +10,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MODULES = sorted((ROOT / "gcjax").rglob("*.py"))
 LONGEST = 400
-HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "tensorflow", "torch")
+HEAVY = ("jax", "jaxlib", "flax", "optax", "orbax", "tensorflow", "tensorstore", "torch")
 # Which file may import what only it knows.
-OWNERS = {"flax": "gcjax/models/", "orbax": "gcjax/training/checkpoint.py"}
+OWNERS = {"flax": "gcjax/models/", "orbax": "gcjax/trees.py", "tensorstore": "gcjax/trees.py"}
 # What other modules than optim.py may take from optax: losses and types, nothing that makes up an optimizer.
 OPTAX = {"apply_updates", "GradientTransformation", "softmax_cross_entropy_with_integer_labels"}
 

@@ -5,16 +5,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 import xarray as xr
-from matrices import frame, matrix
+from matrices import frame, matrix, sine
 from safetensors.numpy import save_file
 
 from gcjax import results
 from gcjax.data import assets
 from gcjax.errors import GcjaxError
 from gcjax.geometry import nulls
+from gcjax.pretrained import rounding, series
 from gcjax.pretrained.measure import measure
 from gcjax.pretrained.options import Options
 from gcjax.reporting import projections
@@ -189,6 +191,73 @@ def test_layers_that_cannot_be_measured_are_flagged_and_the_rest_goes_on(model, 
     assert up.flagged.values[:2].tolist() == [1, 1]
     assert np.isnan(up.gram_alignment.values[:, :2]).all()
     np.testing.assert_array_equal(found.cosine.sel(matrix="k"), measured.cosine.sel(matrix="k"))
+
+
+def test_checkpoints_of_a_run_are_a_series_over_training_steps(model, tmp_path):
+    folders = []
+    for step, gains in ((1000, 0.5), (20, 0.1), (0, 0.0)):
+        folders.append(str(tmp_path / f"pythia-70m-step{step}"))
+        _checkpoint(Path(folders[-1]), gains=gains)
+    found = series.measure_series(folders, tmp_path / "w", QUICK)
+    assert found.step.values.tolist() == [0, 20, 1000]
+    assert found.checkpoint.values.tolist() == folders[::-1]
+    for i, folder in enumerate(folders[::-1]):
+        alone = measure(folder, tmp_path / "alone" / str(i), QUICK)
+        for name in results.MEASURED:
+            np.testing.assert_array_equal(found[name].isel(step=i), alone[name])
+    xr.testing.assert_identical(series.measure_series(folders, tmp_path / "w", QUICK), found)
+    report(tmp_path / "w", formats=("png",), echo=False)
+    assert (tmp_path / "w" / "figures" / "over_training.png").stat().st_size > 1000
+    _checkpoint(tmp_path / "other", layers=3)
+    with pytest.raises(GcjaxError, match="differ in layer: they are no checkpoints of one training run"):
+        series.measure_series([folders[0], str(tmp_path / "other")], tmp_path / "x", QUICK)
+    with pytest.raises(GcjaxError, match="given twice"):
+        series.measure_series([folders[0], folders[0]], tmp_path / "y", QUICK)
+
+
+@pytest.mark.parametrize(("given", "models", "steps"), [
+    (["hf:a/b@step10,step2"], ["hf:a/b@step10", "hf:a/b@step2"], [10, 2]),
+    (["hf:a/b@stage1-step1000-tokens3B", "hf:a/b@stage1-step50-tokens1B"], None, [1000, 50]),
+    (["runs/5", "runs/70"], None, [5, 70]),
+    (["x/final", "x/7"], None, [0, 1]),
+    (["a@1,2"], ["a@1,2"], [2]),
+])  # fmt: skip
+def test_models_and_their_steps_are_read_from_their_names(given, models, steps):
+    found = series.expand(given)
+    assert found == (models or given)
+    assert series.steps(found) == steps
+
+
+STORED = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F8_E5M2": ml_dtypes.float8_e5m2}
+
+
+@pytest.mark.parametrize("dtype", STORED)
+@pytest.mark.parametrize("shape", [(60, 90), (90, 60)])
+def test_what_storage_moves_is_estimated_as_it_is_seen(dtype, shape):
+    """Against the angles between a matrix's leading vectors before and after it is stored, many times."""
+    rng, moved, estimated = np.random.default_rng(0), [], []
+    for _ in range(60):
+        spectrum = np.concatenate([[1.2], np.linspace(1, 0.3, 59)])  # no entry owes its size to one triplet
+        w_OI = matrix(rng, *shape, spectrum).astype(np.float32)
+        stored = w_OI.astype(STORED[dtype]).astype(np.float32)
+        (u, s, vt), (x, _, yt) = (np.linalg.svd(a.astype(np.float64)) for a in (w_OI, stored))
+        moved.append([float(sine(a, b)[0]) for a, b in ((vt[:1].T, yt[:1].T), (u[:, :1], x[:, :1]))])
+        eta = rounding.rms_error(stored, dtype)
+        estimated.append([rounding.angle(eta, s[:17], float((s**2).sum()), 60, d) for d in shape[::-1]])
+    ratio = np.sqrt(np.mean(np.square(moved), axis=0)) / np.mean(estimated, axis=0)
+    np.testing.assert_allclose(ratio, 1, atol=0.15)
+
+
+def test_a_block_format_s_error_is_that_of_its_steps():
+    gguf = pytest.importorskip("gguf")
+    rng = np.random.default_rng(0)
+    w_OI = rng.standard_normal((64, 128)).astype(np.float32)
+    for name in ("Q8_0", "Q4_1", "Q5_1"):
+        kind = gguf.GGMLQuantizationType[name]
+        stored = gguf.quants.dequantize(gguf.quants.quantize(w_OI, kind), kind)
+        seen = np.sqrt(np.mean((stored - w_OI) ** 2))
+        assert rounding.rms_error(stored, name) == pytest.approx(seen, rel=0.1)
+    assert np.isnan(rounding.rms_error(w_OI, "TQ1_0"))
 
 
 def test_a_damaged_part_is_named(model, tmp_path):

@@ -17,6 +17,7 @@ from gcjax.geometry.spectra import Triplets
 from gcjax.pretrained.architectures import Plan
 from gcjax.pretrained.options import Options
 from gcjax.pretrained.portrait import Portrait
+from gcjax.pretrained.rounding import angle
 from gcjax.provenance import origin
 
 SIDES = ("v", "u")  # singular vectors in the input and in the output space
@@ -41,6 +42,8 @@ def collect(
         for a, d in enumerate(shape[::-1]):
             variables["overlap_null"][m, a] = nulls.overlap_mean(dims["rank"], d)
         places = np.searchsorted(layers, own)
+        for place, layer in zip(places, own):
+            variables["rounding_angle"][m, :, place] = _rounding(portraits[matrix, layer], shape)
         for f, form in enumerate(results.FORMS):
             stack = [_of_form(portraits[matrix, layer], form) for layer in own]
             for name, value in _stack(stack, shape, options).items():
@@ -111,6 +114,14 @@ def _stack(stack: Sequence[Portrait | None], shape: tuple[int, int], options: Op
     found["cosine_null"] = np.array([level for level, _ in levels])
     found["cosine_mean_null_quantile"] = np.array([quantiles for _, quantiles in levels])
     return found
+
+
+def _rounding(portrait: Portrait, shape: tuple[int, int]) -> list[float]:
+    """What storage may have moved the leading vectors by, (input, output)."""
+    if portrait["state"] != "measured":
+        return [np.nan, np.nan]
+    eta, s_K, energy = float(portrait["rounding"]), portrait["raw/s"], float(portrait["raw/energy"])
+    return [angle(eta, s_K, energy, min(shape), d) for d in shape[::-1]]
 
 
 def _padded(portrait: Portrait | None, name: str, shape: tuple[int, ...]) -> np.ndarray:

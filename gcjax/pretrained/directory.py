@@ -10,6 +10,7 @@ from gcjax.pretrained import headers
 
 _INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+CONVERTED = ("model.json", "params")  # what gcjax convert writes into a directory
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -26,6 +27,11 @@ def some(names: Iterable[object], most: int = 5) -> str:
     """The first few names, and how many more there are."""
     shown = [str(name) for name in names]
     return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
+
+
+def is_converted(given: Path) -> bool:
+    """Whether `given` looks like a directory that gcjax convert wrote; `stored.open_converted` makes sure."""
+    return (given / CONVERTED[0]).is_file() and (given / CONVERTED[1]).is_dir()
 
 
 def choose(given: Path) -> Choice:

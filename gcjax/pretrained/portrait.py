@@ -6,6 +6,7 @@ has the raw form alone, and its effective form is the same.
 | name in a portrait | shape | what |
 |---|---|---|
 | state | | "measured", "not finite" or "zero"; only a measured matrix has the rest |
+| rounding | | rms error an entry of the storage format |
 | FORM/u, FORM/v | O K, I K | leading singular vectors |
 | FORM/s | K + 1 or K | leading singular values, one more than vectors where it is known |
 | FORM/residual, FORM/energy | | of the leading triplet; `||W||_F^2` |
@@ -28,6 +29,7 @@ from gcjax.geometry.continuity import gram_alignment, sigma2_alignment
 from gcjax.geometry.decompose import Decomposition, decompose, framed, null_leading
 from gcjax.geometry.krylov import Frame
 from gcjax.pretrained.options import Options
+from gcjax.pretrained.rounding import rms_error
 
 Portrait = dict[str, np.ndarray]
 
@@ -43,6 +45,7 @@ class Weight(NamedTuple):
     """A matrix in memory, with the gain of its norm (None: it has none)."""
 
     name: str  # projection and layer; seeds what is random about it
+    dtype: str  # storage
     w_OI: np.ndarray  # float32
     gain_D: np.ndarray | None
     output: bool  # the gain multiplies the output
@@ -53,7 +56,8 @@ def draw(weight: Weight, before: Mapping[str, Whole], options: Options) -> tuple
     energy = float(np.vdot(weight.w_OI, weight.w_OI))
     if not np.isfinite(energy) or energy == 0:
         return {"state": np.array("zero" if energy == 0 else "not finite")}, {}
-    portrait: Portrait = {"state": np.array("measured")}
+    eta = rms_error(weight.w_OI, weight.dtype)
+    portrait: Portrait = {"state": np.array("measured"), "rounding": np.array(eta)}
     small = min(weight.w_OI.shape) <= options.exact_below
     w_OI, wholes = jnp.asarray(weight.w_OI), {}
     for form, frame in _forms(weight):

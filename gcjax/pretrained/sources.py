@@ -1,10 +1,12 @@
-"""The name of a model -> its files on this machine: a path, a named asset, or `hf:org/name[@revision]`."""
+"""The name of a model -> its files on this machine, opened: a path, a named asset, or `hf:org/name[@revision]`."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 from gcjax.data import assets
 from gcjax.errors import GcjaxError, nearest
+from gcjax.pretrained.directory import is_converted
+from gcjax.pretrained.files import Checkpoint, open_checkpoint
 
 # What a checkpoint needs of a repository: no pickles, no consolidated duplicates, no other frameworks' weights.
 WANTED = ("config.json", "model*.safetensors", "model.safetensors.index.json")
@@ -24,6 +26,15 @@ def resolve(model: str, say: Callable[[str], object]) -> Path:
         return assets.fetch(model, report=say)
     raise GcjaxError(f"there is no file or directory {model}, and no asset of that name ({nearest(model, assets.ASSETS)}); "
                      "a model on the Hugging Face hub is written hf:org/name")  # fmt: skip
+
+
+def open_model(path: Path) -> Checkpoint:
+    """The checkpoint at `path`: safetensors, GGUF, or what `gcjax convert` wrote; raises as `files.open_checkpoint` does."""
+    if is_converted(path):
+        from gcjax.pretrained.stored import open_converted  # brings orbax
+
+        return open_converted(path)
+    return open_checkpoint(path)
 
 
 def _from_hub(name: str, say: Callable[[str], object]) -> Path:

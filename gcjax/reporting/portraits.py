@@ -116,6 +116,32 @@ def spectra(ds: xr.Dataset) -> Figure:
 FIGURES: tuple[Callable[[xr.Dataset], Figure], ...] = (projections, depth, layer_cosines, spectra)
 
 
+def latest(ds: xr.Dataset) -> xr.Dataset:
+    """The last checkpoint of a series; a measurement as it is."""
+    return ds.isel(step=-1) if "step" in ds.dims else ds
+
+
+@panels.styled
+def over_training(ds: xr.Dataset) -> Figure:
+    """Mean continuity of every projection against the training step of a series of checkpoints, raw, in both spaces."""
+    figure, axes = _grid(ds, "training step", "mean |cos| of adjacent layers")
+    for ax, matrix in zip(axes, ds.matrix.values):
+        one = ds.sel(matrix=matrix, form="raw")
+        for space in ds.space.values:
+            level = one.cosine_mean_null_quantile.sel(space=space).isel(step=0)
+            ax.axhspan(float(level[0]), float(level[-1]), color=CHANCE, lw=0, zorder=0)
+            value = one.cosine.sel(rank=1, space=space).mean("pair")
+            ax.plot(ds.step, value, "o-", ms=2.5, lw=1.2, color=COLOURS[str(space)])
+    positive = ds.step.values[ds.step.values > 0]
+    if len(positive) > 1 and positive.max() > 100 * positive.min():
+        axes[0].set_xscale("symlog", linthresh=float(positive.min()))
+    axes[0].set_ylim(0, 1.02)
+    entries = [line(label, color=COLOURS[space]) for space, label in LABELS.items()]
+    panels.legend(figure, [*entries, Patch(color=CHANCE, lw=0, label="chance, 95 %")], 3)
+    return figure
+
+
 def draw(ds: xr.Dataset) -> tuple[dict[str, Figure], dict[str, str]]:
     """Every figure by name; none is ever skipped."""
-    return {figure.__name__: figure(ds) for figure in FIGURES}, {}
+    of_series = {"over_training": over_training(ds)} if "step" in ds.dims else {}
+    return {figure.__name__: figure(latest(ds)) for figure in FIGURES} | of_series, {}

@@ -40,6 +40,7 @@ class Row:
     sigma2_missing: tuple[float, float]
     flagged: int
     pairs: int
+    stored: tuple[float, float]  # median over layers of the rounding angle, radians
     continuous: str  # "input", "output", "both" or "neither": above chance by the margin
 
     @property
@@ -81,6 +82,7 @@ def _row(one: xr.Dataset, matrix: str, form: str) -> Row:
         sigma2_missing=means["sigma2_missing"],  # pyright: ignore[reportArgumentType]
         flagged=int(one.flagged.sum()),
         pairs=pairs,
+        stored=tuple(map(float, one.rounding_angle.median("layer"))),  # pyright: ignore[reportArgumentType]
         continuous={0: "neither", 1: above[0] if above else "", 2: "both"}[len(above)],
     )
 
@@ -144,12 +146,12 @@ def cells(listed: Sequence[Row]) -> list[list[str]]:
 
 def csv(listed: Sequence[Row]) -> list[list[Any]]:
     """One row a projection and form, with everything."""
-    head = ["matrix", "form", *(f"{label}{part}" for label in LABELS.values() for part in ("", "_low", "_high", "_chance")),
-            *(f"{name}_{space}" for name in ("gram", "sigma2", "sigma2_missing") for space in LABELS), "flagged", "pairs",
-            "continuous"]  # fmt: skip
+    cosines = [f"{label}{part}" for label in LABELS.values() for part in ("", "_low", "_high", "_chance")]
+    others = [f"{name}_{space}" for name in ("gram", "sigma2", "sigma2_missing", "rounding") for space in LABELS]
+    head = ["matrix", "form", *cosines, *others, "flagged", "pairs", "continuous"]
     body = []
     for row in listed:
         cosines = [(found.value, found.low, found.high, level) for found, level in zip(row.cosine, row.chance)]
-        others = (*row.gram, *row.sigma2, *row.sigma2_missing, row.flagged, row.pairs, row.continuous)
+        others = (*row.gram, *row.sigma2, *row.sigma2_missing, *row.stored, row.flagged, row.pairs, row.continuous)
         body.append([row.matrix, row.form, *cosines[0], *cosines[1], *others])
     return [head, *body]

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from gcjax import results
 from gcjax.errors import GcjaxError
-from gcjax.reporting import figures, measures, panels, portraits, projections, tables
+from gcjax.reporting import circuits, figures, measures, panels, portraits, projections, tables
 from gcjax.reporting.claims import Claim, evaluate
 from gcjax.reporting.summary import BASELINE, LEGEND, summary
 
@@ -35,14 +35,16 @@ def report(path: str | os.PathLike[str], *, formats: Sequence[str] = ("svg", "pn
     unknown = [name for name in formats if name not in known]
     if unknown:
         raise GcjaxError(f"figures cannot be written as {', '.join(unknown)}; choose from {', '.join(sorted(known))}")
-    ds = results.load(path)
-    told = _model(ds) if ds.attrs["kind"] == "measurement" else _study(ds)
+    ds, folder = results.load(path), Path(path) if Path(path).is_dir() else Path(path).parent
+    products = circuits.beside(ds, folder)
+    told = _study(ds) if ds.attrs["kind"] == "study" else _model(portraits.latest(ds), products)
     if echo:
         console = Console(width=WIDTH)
         for part in told.terminal:
             console.print(part, markup=False, highlight=False)
-    draw = portraits.draw if ds.attrs["kind"] == "measurement" else figures.draw
+    draw = figures.draw if ds.attrs["kind"] == "study" else portraits.draw
     drawn, skipped = draw(ds) if formats else ({}, {})
+    drawn |= {"circuits": circuits.figure(products)} if formats and products is not None else {}
     pictures = {name: " ".join(f"[{kind}](figures/{name}.{kind})" for kind in formats) for name in drawn}
     pictures |= {name: f"not drawn, {reason}" for name, reason in skipped.items()}
     files = {
@@ -51,7 +53,6 @@ def report(path: str | os.PathLike[str], *, formats: Sequence[str] = ("svg", "pn
         "summary.csv": _csv(told.summary),
     }
     files |= {f"figures/{name}.{kind}": _render(figure, kind) for name, figure in drawn.items() for kind in formats}
-    folder = Path(path) if Path(path).is_dir() else Path(path).parent
     written = [results.write_whole(folder / name, content) for name, content in files.items()]
     for stale in (folder / "figures" / f"{name}.{kind}" for name in skipped for kind in formats):
         stale.unlink(missing_ok=True)  # of an earlier report, on other results
@@ -89,18 +90,24 @@ def _study(ds: xr.Dataset) -> Told:
     )
 
 
-def _model(ds: xr.Dataset) -> Told:
+def _model(ds: xr.Dataset, products: xr.Dataset | None) -> Told:
     claims, rows = projections.claims(ds), projections.rows(ds)
     size, layers = float(ds.attrs["parameters"]) / 1e6, ds.sizes["layer"]
     head = f"{ds.attrs['model']}: family {ds.attrs['family']}, {layers} layers, {size:,.0f}M parameters."
     notes = "\n".join(f"- {note}" for note in json.loads(ds.attrs["notes"]))
     table = projections.cells(rows)
+    more = [] if products is None else circuits.cells(products)
     return Told(
-        (head, tables.table(table), Text(projections.LEGEND, "dim"), tables.claims_table(claims)),
+        (
+            *(head, tables.table(table), Text(projections.LEGEND, "dim")),
+            *([tables.table(more), Text(circuits.LEGEND, "dim")] if more else []),
+            tables.claims_table(claims),
+        ),
         (
             f"# {ds.attrs['model']}",
             f"{head}\n\n{_origin(ds, 'fingerprint', 'options')}\n{notes}",
             f"## Projections\n\n{tables.markdown(table)}\n\n{projections.LEGEND}",
+            *([f"## Circuits\n\n{tables.markdown(more)}\n\n{circuits.LEGEND}"] if more else []),
             f"## Claims\n\n{tables.claims_markdown(claims)}",
         ),
         claims,

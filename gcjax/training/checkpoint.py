@@ -1,4 +1,4 @@
-"""A pack's state and history on disk, together, whole or not at all. The only file that knows orbax.
+"""A pack's state and history on disk, together, whole or not at all.
 
 PACK/running/STEP/   the newest checkpoints of a pack in training
 PACK/final/          history, and the weights where the config keeps them, of a pack that has ended
@@ -6,20 +6,19 @@ PACK/final/          history, and the weights where the config keeps them, of a 
 
 import logging
 import shutil
-import threading
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 
+from gcjax import trees
 from gcjax.errors import GcjaxError
 
 History = dict[str, np.ndarray]
 log = logging.getLogger(__name__)
-_orbax = threading.Lock()  # packs may train in threads of one process; orbax's savers are not made for that
+ADVICE = "free space or permissions, then run the same command again: it resumes from the last good checkpoint"
 
 
 def save(pack: Path, step: int, state: Any, so_far: History) -> None:
@@ -27,7 +26,8 @@ def save(pack: Path, step: int, state: Any, so_far: History) -> None:
 
     Raises `GcjaxError` when the disk refuses; what was saved before stays.
     """
-    _write(pack / "running" / str(step), {"state": _to_host(state), "history": so_far})
+    tree = {"state": _to_host(state), "history": so_far}
+    trees.write(pack / "running" / str(step), tree, by_layer=False, advice=ADVICE)
     for old in _steps(pack)[:-2]:
         shutil.rmtree(pack / "running" / str(old), ignore_errors=True)
 
@@ -40,7 +40,7 @@ def restore(pack: Path, like: Any) -> tuple[int, Any, History] | None:
     for step in reversed(_steps(pack)):
         path = pack / "running" / str(step)
         try:
-            saved = _read(path)
+            saved = trees.read(path)
             return step, _to_device(saved["state"], like), saved["history"]
         except Exception as error:  # orbax and tensorstore raise whatever the damage leads them to
             log.warning("%s is damaged and left out (%s)", path, str(error).splitlines()[0] if str(error) else error)
@@ -50,7 +50,7 @@ def restore(pack: Path, like: Any) -> tuple[int, Any, History] | None:
 def finish(pack: Path, whole: History, params: Any | None) -> None:
     """Write what an ended pack leaves behind and drop its checkpoints."""
     kept = {"history": whole} | ({} if params is None else {"params": _to_host(params)})
-    _write(pack / "final", kept)
+    trees.write(pack / "final", kept, by_layer=False, advice=ADVICE)
     shutil.rmtree(pack / "running", ignore_errors=True)
 
 
@@ -63,7 +63,7 @@ def history(pack: Path) -> History:
     """The history of a pack that has ended; raises `GcjaxError` where it cannot be read."""
     path = pack / "final"
     try:
-        return _read(path)["history"]
+        return trees.read(path)["history"]
     except Exception as error:
         raise GcjaxError(f"{path} is damaged; delete it and run the same command again to train its runs anew") from error
 
@@ -91,17 +91,3 @@ def _to_device(saved: dict[str, np.ndarray], like: Any) -> Any:
     if len(saved) != len(leaves):
         raise ValueError(f"holds {len(saved)} arrays where {len(leaves)} belong")
     return structure.unflatten([place(saved[f"{i:04d}"], old) for i, old in enumerate(leaves)])
-
-
-def _write(path: Path, tree: Any) -> None:
-    try:
-        with _orbax, ocp.PyTreeCheckpointer() as writer:
-            writer.save(path.absolute(), tree, force=True)
-    except (OSError, ValueError) as error:
-        raise GcjaxError(f"cannot write the checkpoint {path}: {str(error).splitlines()[0]}; free space or permissions, then "
-                         "run the same command again: it resumes from the last good checkpoint") from error  # fmt: skip
-
-
-def _read(path: Path) -> Any:
-    with _orbax, ocp.PyTreeCheckpointer() as reader:
-        return reader.restore(path.absolute())
