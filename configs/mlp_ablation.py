@@ -142,8 +142,8 @@ NORMALIZED = ("Res+LN+None", "Res+LN+ReLU", "Res+LNa+None", "Res+LNa+ReLU")
 def quick() -> dict:
     """Does the effect exist, and who keeps it: four variants, 3 seeds.
 
-    8 minutes on two busy cores. Weight v1, peak -> end: ReLU .96 -> .96, None .95 -> .37, Radial .94 -> .32 with loss
-    spikes; NoRes+tanh stays at chance (.05).
+    4 minutes on two cores. Weight v1, peak -> end: ReLU .96 -> .96, None .96 -> .4, Radial .94 -> .3 with loss spikes;
+    NoRes+tanh stays at chance (.05).
     """
     points = (point("NoRes+tanh", model=ONE), point("Res+None"), point("Res+Radial"), point("Res+ReLU"))
     return {"points": points, "seeds": 3}

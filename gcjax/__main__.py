@@ -1,7 +1,6 @@
 """The command line: `gcjax VERB ...`, or `python -m gcjax VERB ...`."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 
@@ -167,8 +166,6 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    # One thread for LAPACK, before it is loaded: beside XLA's own threads more of them slow each other down.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from gcjax.pretrained.measure import measure
     from gcjax.pretrained.options import Options
     from gcjax.pretrained.series import expand, measure_series

@@ -29,14 +29,12 @@ def probes(d: int, count: int, seed: int) -> Float[Array, "D N"]:
     return jax.random.rademacher(jax.random.key(seed), (d, count), jnp.float32)
 
 
-@jax.jit
-def apply_grams(w_OI: Float[Array, "O I"], frame: Frame | None, z_IN: Array, z_ON: Array, energy: Array) -> tuple[Array, Array]:
+def apply_grams(w_OI: Float[Array, "O I"], frame: Frame | None, z_IN: Array, z_ON: Array, energy: float) -> tuple[Array, Array]:
     """`H z` of the matrix in its frame, in the input and in the output space, from `energy = ||A||_F^2`; four passes."""
-    with jax.default_matmul_precision("highest"):
-        o, i = w_OI.shape
-        hz_IN = backward(w_OI, frame, forward(w_OI, frame, z_IN)) - energy / i * z_IN
-        hz_ON = forward(w_OI, frame, backward(w_OI, frame, z_ON)) - energy / o * z_ON
-        return hz_IN, hz_ON
+    o, i = w_OI.shape
+    hz_IN = backward(w_OI, frame, forward(w_OI, frame, z_IN)) - energy / i * z_IN
+    hz_ON = forward(w_OI, frame, backward(w_OI, frame, z_ON)) - energy / o * z_ON
+    return hz_IN, hz_ON
 
 
 def alignment(a: Sketch, b: Sketch, z_DN: np.ndarray) -> tuple[float, float]:

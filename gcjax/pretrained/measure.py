@@ -25,6 +25,7 @@ import numpy as np
 import xarray as xr
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn, track
+from threadpoolctl import ThreadpoolController
 
 from gcjax import results
 from gcjax.errors import GcjaxError
@@ -187,6 +188,13 @@ def _read(checkpoint: Checkpoint, unit: Matrix) -> Weight:
     return Weight(f"{unit.projection} {unit.layer}", dtype, w_OI, gain_D, gain is not None and gain.space == "output")
 
 
+def leave_the_cores_to_xla() -> None:
+    """One thread for the LAPACK under XLA on CPU, which is SciPy's: beside XLA's own threads they slow each other down."""
+    for library in ThreadpoolController().lib_controllers:
+        if library.internal_api == "openblas" and Path(library.filepath).parent.name.startswith("scipy"):
+            library.set_num_threads(1)
+
+
 def _measure(
     checkpoint: Checkpoint, units: Sequence[Matrix], own: range, folder: Path, options: Options, console: Console
 ) -> None:
@@ -202,6 +210,7 @@ def _measure(
             return {}
         return latest[1] if latest[0] == i - 1 else draw(_read(checkpoint, units[i - 1]), {}, options)[1]
 
+    leave_the_cores_to_xla()
     read, begun = 0, time.monotonic()
     with ThreadPoolExecutor(1) as reader, Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(todo))

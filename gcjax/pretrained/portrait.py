@@ -77,7 +77,7 @@ def draw(weight: Weight, before: Mapping[str, Whole], options: Options) -> tuple
                 kept["gram"], kept["sigma2"] = _alignments(before[form], wholes[form])
         else:
             z_IN, z_ON = (sketch.probes(d, options.probes, options.seed) for d in w_OI.shape[::-1])
-            probed = sketch.apply_grams(w_OI, frame, z_IN, z_ON, kept["energy"])
+            probed = sketch.apply_grams(w_OI, frame, z_IN, z_ON, float(kept["energy"]))
             kept["probed_input"], kept["probed_output"] = map(np.asarray, probed)
         portrait |= {f"{form}/{name}": value for name, value in kept.items()}
     if weight.gain_D is not None:

@@ -11,7 +11,6 @@ shapes of Llama-3.1-8B (4 layers) and 70B (2 layers), measured end to end in a p
 import argparse
 import json
 import math
-import os
 import resource
 import statistics
 import subprocess
@@ -19,8 +18,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-os.environ.setdefault("OPENBLAS_NUM_THREADS", str(os.cpu_count()))
 
 import numpy as np
 
@@ -93,6 +90,9 @@ def contenders(w: np.ndarray) -> dict[str, list[tuple[str, Callable[[], np.ndarr
 
 
 def triplets(gap: float, full: bool) -> None:
+    from gcjax.pretrained.measure import leave_the_cores_to_xla
+
+    leave_the_cores_to_xla()
     w, wanted = llm_like(SHAPE, gap)
     print(f"\n{SHAPE[0]} x {SHAPE[1]} float32, s_1 / s_2 = {1 + gap}; seconds, median [min, max] of {REPEATS}")
     bandwidth = w.nbytes / min(timed(lambda: w @ wanted)[1] for _ in range(REPEATS))
@@ -194,7 +194,6 @@ def scale(folder: Path) -> None:
 
 def child(path: str, workdir: str) -> None:
     """Measure in this process; print seconds and peak memory, and memory with everything imported."""
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"
     import jax
 
     from gcjax.pretrained.measure import measure
