@@ -325,8 +325,8 @@ def test_a_real_model_gives_the_reference_s_numbers(name, tmp_path):
     reference = json.loads((REFERENCE / f"{name}.json").read_text())["projections"]
     compared = 0
     for matrix_, forms in reference.items():
-        for form, values in forms.items():
-            one = found.sel(matrix=matrix_, form=form)
+        for form in set(results.FORMS) & set(forms):
+            values, one = forms[form], found.sel(matrix=matrix_, form=form)
             gap = one.gap.values
             open_ = (gap[1:] > 1.01) & (gap[:-1] > 1.01)
             for space in results.SPACES:

@@ -13,7 +13,7 @@ import pytest
 from gcjax.data import assets
 from gcjax.errors import GcjaxError
 from gcjax.models import llama
-from gcjax.pretrained import converted, files, tokenizer
+from gcjax.pretrained import converted, files, stored, tokenizer
 
 TEXT = f"{topics['execmodel']}\n{topics['naming']}"  # English that comes with Python
 ODD = "It's 2,048 x 17\n\n\tnaïve — résumé 日本語 🙂  <|im_start|>user\n  we'll see...   "
@@ -108,7 +108,7 @@ def _reference(path, tokens):
     transformers = pytest.importorskip("transformers")
     reader = gguf.GGUFReader(next(path.glob("*.gguf")))
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 30)
-    stored = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in reader.tensors}
+    dequantized = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in reader.tensors}
     field = {name: part.contents() for name, part in reader.fields.items() if name.startswith("llama.")}
     width, heads, shared = (
         field[f"llama.{x}"] for x in ("embedding_length", "attention.head_count", "attention.head_count_kv")
@@ -130,7 +130,7 @@ def _reference(path, tokens):
     for name in model.state_dict():
         if name == "lm_head.weight":
             continue
-        value = stored[names.get_name(name.removesuffix(".weight")) + ".weight"]
+        value = dequantized[names.get_name(name.removesuffix(".weight")) + ".weight"]
         if "q_proj" in name or "k_proj" in name:
             half = width // heads // 2
             rows = [
@@ -152,7 +152,7 @@ def _perplexity(logits, tokens):
 
 
 def test_a_real_model_predicts_as_well_as_in_transformers_and_knows_paris(smollm, tmp_path, record_property):
-    section, params = converted.load(converted.convert("smollm2-135m", tmp_path / "model"))
+    section, params = stored.load(converted.convert("smollm2-135m", tmp_path / "model"))
     apply, made = jax.jit(llama.build(section).apply), tokenizer.from_gguf(smollm)
 
     prompt = made.encode("The capital of France is").ids
