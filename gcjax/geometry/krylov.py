@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 BLOCK = 16  # columns of one pass over the matrix
 STEPS = 10  # blocks of a basis before it restarts from its best BLOCK Ritz vectors
-SHARP = 4  # leading ranks that must reach the tolerance; the others reach LOOSE
-LOOSE = 0.1  # radians
+SHARP = 4  # leading ranks that must reach the tolerance
+LOOSE = 0.02  # of s_k, the residual that the others must reach: they may lie in a continuum, where no single vector is meant
 GAP_FLOOR = 0.01  # of s_k: nearer neighbours mix, and the pair is flagged; no pass is spent on telling them apart
 
 
@@ -157,10 +157,10 @@ def leading_triplets(
     """The leading `rank` triplets of a finite matrix (`fits`), or of it in a `frame`.
 
     The first SHARP vectors reach an angle of `tolerance` radians where neighbouring singular values are GAP_FLOOR apart,
-    the others LOOSE; `converged` says whether they did within `restarts` restarts.
+    the others a residual of LOOSE; `converged` says whether they did within `restarts` restarts.
     """
     o, i = w_OI.shape
-    target_K = np.where(np.arange(rank) < SHARP, tolerance, max(tolerance, LOOSE))
+    sharp_K = np.arange(rank) < SHARP
     rounding = 4 * float(jnp.finfo(w_OI.dtype).eps)  # of s_1; nothing improves below it
     v_Ib = jnp.linalg.qr(jax.random.normal(key, (i, BLOCK), w_OI.dtype))[0]
     passes = 0
@@ -182,7 +182,8 @@ def leading_triplets(
                 continue
             below_K = s[:rank] - s[1 : rank + 1]
             nearest_K = np.minimum(below_K, np.append(np.inf, below_K[:-1]))
-            reach_K = np.maximum(target_K * np.maximum(nearest_K, GAP_FLOOR * s[:rank]), rounding * s[0])
+            reach_K = np.where(sharp_K, tolerance * np.maximum(nearest_K, GAP_FLOOR * s[:rank]), LOOSE * s[:rank])
+            reach_K = np.maximum(reach_K, rounding * s[0])
             if converged := bool((residual_K <= reach_K).all()):
                 break
         left_Bb[: old.stop], right_Bb[: old.stop] = left[:, :BLOCK], right[:BLOCK].T
