@@ -192,6 +192,14 @@ def scale(folder: Path) -> None:
               f"{facts['start'] / 1e9:.2f} GB")  # fmt: skip
 
 
+def peak_memory() -> int:
+    """Bytes; on Linux not from ru_maxrss, which can be what the parent held before it became this process."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
 def child(path: str, workdir: str) -> None:
     """Measure in this process; print seconds and peak memory, and memory with everything imported."""
     import jax
@@ -199,11 +207,11 @@ def child(path: str, workdir: str) -> None:
     from gcjax.pretrained.measure import measure
 
     jax.block_until_ready(jax.numpy.ones(3) @ jax.numpy.ones(3))
-    start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    start = peak_memory()
     begun = time.perf_counter()
     measure(path, workdir, overwrite=True)
     seconds = time.perf_counter() - begun
-    print(json.dumps({"seconds": seconds, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "start": start}))
+    print(json.dumps({"seconds": seconds, "peak": peak_memory(), "start": start}))
 
 
 def main() -> None:
