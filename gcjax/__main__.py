@@ -1,10 +1,12 @@
 """The command line: `gcjax VERB ...`, or `python -m gcjax VERB ...`."""
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 
 from gcjax.errors import GcjaxError, nearest
+from gcjax.pretrained.options import Options
 
 EXAMPLES = """examples:
   gcjax train --config configs/mlp_ablation.py:quick --workdir runs/mlp
@@ -69,16 +71,6 @@ FETCH_EXAMPLES = """examples:
   GCJAX_CACHE=/scratch/gcjax gcjax fetch mnist-5k"""
 
 
-MEASURE_OPTIONS = (
-    ("rank", int, "leading singular triplets of every matrix (default: 16)"),
-    ("draws", int, "random frames for the null of the effective form (default: 4)"),
-    ("probes", int, "probes for the gram alignment of a large matrix (default: 16)"),
-    ("tolerance", float, "angle to which a large matrix's leading vectors are computed, radians (default: 1e-4)"),
-    ("exact-below", int, "matrices up to this smaller dimension are decomposed whole (default: 1024)"),
-    ("seed", int, "of random frames, probes and starting vectors (default: 0)"),
-)
-
-
 def parser() -> argparse.ArgumentParser:
     def add(name: str, text: str, examples: str) -> argparse.ArgumentParser:
         brief = text.partition(".")[0].partition(":")[0]
@@ -100,8 +92,10 @@ def parser() -> argparse.ArgumentParser:
     measure = add("measure", MEASURE, MEASURE_EXAMPLES)
     measure.add_argument("model", nargs="+", metavar="MODEL", help="what to measure; several: checkpoints of one training run")
     measure.add_argument("--workdir", required=True, metavar="DIR", help="where parts and results go")
-    for name, kind, text in MEASURE_OPTIONS:
-        measure.add_argument(f"--{name}", type=kind, metavar=kind.__name__.upper(), help=text)
+    for field in dataclasses.fields(Options):
+        measure.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default,
+                             metavar=type(field.default).__name__.upper(),
+                             help=f"{field.metadata['help']} (default: %(default)s)")  # fmt: skip
     measure.add_argument("--exact", action="store_true", help="decompose every matrix whole, however large")
     measure.add_argument("--circuits", action="store_true", help="also the products of attention heads: OV and QK")
     measure.add_argument("--shard", type=_shard, metavar="I/N", help="measure the I-th of N shares only")
@@ -167,21 +161,18 @@ def run(arguments: Sequence[str]) -> None:
 
 def measure(options: argparse.Namespace) -> None:
     from gcjax.pretrained.measure import measure
-    from gcjax.pretrained.options import Options
     from gcjax.pretrained.series import expand, measure_series
     from gcjax.reporting.report import report
 
-    given = {name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name, *_ in MEASURE_OPTIONS}
-    chosen = {name: value for name, value in given.items() if value is not None} | (
-        {"exact_below": 10**9} if options.exact else {}
-    )
+    chosen = {field.name: getattr(options, field.name) for field in dataclasses.fields(Options)}
+    given = Options(**chosen | ({"exact_below": 10**9} if options.exact else {}))
     models, how = expand(options.model), {"shard": options.shard, "merge": options.merge, "overwrite": options.overwrite}
-    if len(models) > 1 and options.circuits:
+    if len(models) == 1:
+        found = measure(models[0], options.workdir, given, **how, with_circuits=options.circuits)
+    elif options.circuits:
         raise GcjaxError("--circuits takes one checkpoint; measure each of them in a workdir of its own")
-    if len(models) > 1:
-        found = measure_series(models, options.workdir, Options(**chosen), **how)
     else:
-        found = measure(models[0], options.workdir, Options(**chosen), **how, with_circuits=options.circuits)
+        found = measure_series(models, options.workdir, given, **how)
     if found is not None:
         written = report(options.workdir)
         print(f"\n{len(written)} files in {options.workdir}")

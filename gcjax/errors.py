@@ -13,3 +13,9 @@ def nearest(name: object, known: Iterable[object]) -> str:
     names = [str(item) for item in known]
     close = difflib.get_close_matches(str(name), names, n=1)
     return f"did you mean {close[0]!r}?" if close else f"there are: {', '.join(names)}"
+
+
+def some(names: Iterable[object], most: int = 5) -> str:
+    """The first few names, and how many more there are."""
+    shown = [str(name) for name in names]
+    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")

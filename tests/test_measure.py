@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from gcjax import results
 from gcjax.data import assets
 from gcjax.errors import GcjaxError
-from gcjax.geometry import nulls
+from gcjax.geometry import krylov, nulls
 from gcjax.pretrained import rounding, series
 from gcjax.pretrained.measure import measure
 from gcjax.pretrained.options import Options
@@ -276,6 +276,12 @@ def test_a_damaged_part_is_named(model, tmp_path):
 def test_options_out_of_range_are_refused(given, message):
     with pytest.raises(GcjaxError, match=message):
         Options(**given)
+
+
+def test_the_largest_rank_is_a_block_of_krylov_iteration():
+    assert Options(rank=krylov.BLOCK).rank == krylov.BLOCK
+    with pytest.raises(GcjaxError):
+        Options(rank=krylov.BLOCK + 1)
 
 
 def test_a_model_that_is_not_there_is_refused_with_the_nearest_asset(tmp_path):

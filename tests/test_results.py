@@ -123,21 +123,19 @@ def test_axes_in_another_order_are_refused(dataset):
         results.check(dataset.assign(loss=dataset.loss.transpose("step", "run")), "mine")
 
 
-@pytest.mark.parametrize("version", [None, 0, 1, results.FORMAT + 1])
-def test_another_format_is_refused(dataset, version):
+@pytest.mark.parametrize(
+    ("attribute", "value", "message"),
+    [
+        *(("format", value, r"mine is not a gcjax result of format 2: its attribute 'format' is {!r}")
+          for value in (None, 0, 1, results.FORMAT + 1)),
+        *(("kind", value, "mine is of no kind that gcjax knows: {!r}") for value in (None, "studies")),
+    ],
+)  # fmt: skip
+def test_another_format_or_kind_is_refused(dataset, attribute, value, message):
     other = dataset.copy()
-    del other.attrs["format"]
-    other.attrs |= {} if version is None else {"format": version}
-    with pytest.raises(GcjaxError, match=rf"mine is not a gcjax result of format 2: its attribute 'format' is {version!r}"):
-        results.check(other, "mine")
-
-
-@pytest.mark.parametrize("kind", [None, "studies"])
-def test_another_kind_is_refused(dataset, kind):
-    other = dataset.copy()
-    del other.attrs["kind"]
-    other.attrs |= {} if kind is None else {"kind": kind}
-    with pytest.raises(GcjaxError, match=f"mine is of no kind that gcjax knows: {kind!r}"):
+    del other.attrs[attribute]
+    other.attrs |= {} if value is None else {attribute: value}
+    with pytest.raises(GcjaxError, match=message.format(value)):
         results.check(other, "mine")
 
 

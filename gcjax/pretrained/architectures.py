@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gcjax.errors import GcjaxError, nearest
+from gcjax.errors import GcjaxError, nearest, some
 from gcjax.pretrained.families import FAMILIES, NAMED, PERMUTED, QKV, UNMEASURED, Family
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -175,7 +175,7 @@ def plan(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], forma
     if experts:
         notes.append(f"the {experts} experts of a layer are concatenated: gate and up by rows, down by columns")
     for role, names in itertools.groupby(sorted(unused, key=lambda name: (_role(name), name)), key=_role):
-        notes.append(f"not measured: {role} ({_some(names)})")
+        notes.append(f"not measured: {role} ({some(names, 8)})")
     heads = _fitting_heads(matrices, counts, notes)
     permuted = format == "gguf" and kind in PERMUTED
     return _plan(family.name if listed or kind is None else str(kind), matrices, notes, heads, permuted, experts)
@@ -342,7 +342,7 @@ def _by_pattern(shapes: Mapping[str, tuple[int, ...]], kind: object, notes: list
         matrices += stack if len(stack) > 1 else []
     if not matrices:
         raise GcjaxError(
-            f"no layers were recognized among {len(shapes)} tensors ({_some(sorted(shapes), 3)}): "
+            f"no layers were recognized among {len(shapes)} tensors ({some(sorted(shapes), 3)}): "
             "two matrices at least must have one shape and names that differ in one number"
         )
     unknown = "the config names no model type" if kind is None else f"model type {kind!r} has no names known here"
@@ -360,19 +360,14 @@ def _plan(family: str, matrices: list[Matrix], notes: list[str], heads: Heads | 
     by_projections: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for pair, projections in gaps.items():
         by_projections[tuple(projections)].append(pair)
-    absent = [f"layers of {_some(p)} are absent: pairs {_some(pairs)} span a gap" for p, pairs in by_projections.items()]
+    absent = [f"layers of {some(p, 8)} are absent: pairs {some(pairs, 8)} span a gap" for p, pairs in by_projections.items()]
     layers = tuple(sorted({matrix.layer for matrix in matrices}))
     return Plan(family, layers, tuple(matrices), heads, permuted, (*notes, *absent), experts)
 
 
 def _layers(numbers: list[int]) -> str:
-    return f"layer{'s' * (len(numbers) > 1)} {_some(numbers)}"
+    return f"layer{'s' * (len(numbers) > 1)} {some(numbers, 8)}"
 
 
 def _role(tensor: str) -> str:
     return next((role for pattern, role in UNMEASURED.items() if re.search(pattern, tensor)), "other tensors")
-
-
-def _some(items: Iterable[object], limit: int = 8) -> str:
-    texts = [str(item) for item in items]
-    return ", ".join(texts[:limit]) + (f" and {len(texts) - limit} more" if len(texts) > limit else "")

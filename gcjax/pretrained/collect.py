@@ -1,6 +1,6 @@
 """The portraits of all layers -> the dataset of a measurement (`gcjax.results.MEASURED`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from gcjax.geometry import nulls, sketch
 from gcjax.geometry.continuity import FLAG_ANGLE, FLAG_GAP, angle_bound, cosines, overlaps
 from gcjax.geometry.sketch import Sketch
 from gcjax.geometry.spectra import Triplets
-from gcjax.pretrained.architectures import Plan
+from gcjax.pretrained.architectures import Matrix, Plan
 from gcjax.pretrained.options import Options
 from gcjax.pretrained.portrait import Portrait
 from gcjax.pretrained.rounding import angle
@@ -23,10 +23,9 @@ from gcjax.provenance import origin
 SIDES = ("v", "u")  # singular vectors in the input and in the output space
 
 
-def collect(
-    plan: Plan, portraits: Mapping[tuple[str, int], Portrait], options: Options, attributes: Mapping[str, Any]
-) -> xr.Dataset:
-    """One dataset of every matrix in `portraits` (by projection and layer); `attributes` go into it as they are."""
+def collect(plan: Plan, load: Callable[[Matrix], Portrait], options: Options, attributes: Mapping[str, Any]) -> xr.Dataset:
+    """One dataset of every matrix of the plan; `load` gives a portrait, and those of one projection are held at once.
+    `attributes` go into it as they are."""
     matrices = list(dict.fromkeys(unit.projection for unit in plan.matrices))
     layers = sorted({unit.layer for unit in plan.matrices})
     dims = {"form": results.FORMS, "matrix": matrices, "space": results.SPACES, "pair": layers[1:], "layer": layers,
@@ -36,16 +35,16 @@ def collect(
         for name, axes in results.MEASURED.items()
     }
     for m, matrix in enumerate(matrices):
-        shape = next(unit.shape for unit in plan.matrices if unit.projection == matrix)
-        own = [layer for layer in layers if (matrix, layer) in portraits]
+        own = [unit for unit in plan.matrices if unit.projection == matrix]
+        shape, portraits = own[0].shape, [load(unit) for unit in own]
         variables["dimension"][m] = shape[::-1]
         for a, d in enumerate(shape[::-1]):
             variables["overlap_null"][m, a] = nulls.overlap_mean(dims["rank"], d)
-        places = np.searchsorted(layers, own)
-        for place, layer in zip(places, own):
-            variables["rounding_angle"][m, :, place] = _rounding(portraits[matrix, layer], shape)
+        places = np.searchsorted(layers, [unit.layer for unit in own])
+        for place, portrait in zip(places, portraits):
+            variables["rounding_angle"][m, :, place] = _rounding(portrait, shape)
         for f, form in enumerate(results.FORMS):
-            stack = [_of_form(portraits[matrix, layer], form) for layer in own]
+            stack = [_of_form(portrait, form) for portrait in portraits]
             for name, value in _stack(stack, shape, options).items():
                 index = [places[1:] - 1 if dim == "pair" else places if dim.startswith("layer") else np.arange(size)
                          for dim, size in zip(results.MEASURED[name][2:], value.shape)]  # fmt: skip
@@ -97,6 +96,7 @@ def _stack(stack: Sequence[Portrait | None], shape: tuple[int, int], options: Op
     }
     weights_PK = (share_LK[1:] + share_LK[:-1]) / 2
     aligned = np.full((4, 2, layers - 1), np.nan)  # gram, its error, sigma2, its missing part
+    probes = [np.asarray(sketch.probes(d, options.probes, options.seed)) for d in (i, o)]
     for p, (a, b) in enumerate(zip(stack, stack[1:])):
         if a is None or b is None:
             continue
@@ -104,9 +104,8 @@ def _stack(stack: Sequence[Portrait | None], shape: tuple[int, int], options: Op
             aligned[:, :, p] = b["gram"], (0, 0), b["sigma2"], (0, 0)
             continue
         for s, (side, space) in enumerate(zip(SIDES, results.SPACES)):
-            z_DN = np.asarray(sketch.probes(shape[1 - s], options.probes, options.seed))
             above, below = (Sketch(one[f"probed_{space}"], one[side], one["s"][:rank]) for one in (a, b))
-            aligned[:2, s, p] = sketch.alignment(above, below, z_DN)
+            aligned[:2, s, p] = sketch.alignment(above, below, probes[s])
             aligned[2:, s, p] = weights_PK[p] @ cosine_APK[s, p], max(0.0, 1 - weights_PK[p].sum())
     found |= dict(zip(("gram_alignment", "gram_error", "sigma2_alignment", "sigma2_missing"), aligned))
     levels = [_null([None if p is None else p.get(f"null/{space}") for p in stack], d)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from gcjax.errors import GcjaxError, nearest
+from gcjax.errors import GcjaxError, nearest, some
 from gcjax.models import llama
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -287,11 +287,7 @@ def _locate(
             if tuple(shape) != wanted[key]:
                 problems["of the wrong shape"].append(f"{tensor} {list(shape)} instead of {list(wanted[key])}")
     problems["missing"] = [templates[key[0]].format(*key[1:]) for key in wanted if key not in found]
-    sentences = [
-        f"tensors {problem}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
-        for problem, names in problems.items()
-        if names
-    ]
+    sentences = [f"tensors {problem}: {some(names, 8)}" for problem, names in problems.items() if names]
     if sentences:
         raise GcjaxError("the checkpoint does not fit the model; " + "; ".join(sentences))
     return found, tied_head

@@ -1,11 +1,10 @@
 """Which files of a directory make up a checkpoint, and what is said of one that has none to read."""
 
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from gcjax.errors import GcjaxError
+from gcjax.errors import GcjaxError, some
 from gcjax.pretrained import headers
 
 _INDEX = "model.safetensors.index.json"
@@ -21,12 +20,6 @@ class Choice(NamedTuple):
     files: list[Path]
     notes: list[str]
     index: dict[str, set[str]] | None = None
-
-
-def some(names: Iterable[object], most: int = 5) -> str:
-    """The first few names, and how many more there are."""
-    shown = [str(name) for name in names]
-    return ", ".join(shown[:most]) + (f" and {len(shown) - most} more" if len(shown) > most else "")
 
 
 def is_converted(given: Path) -> bool:

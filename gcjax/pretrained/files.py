@@ -15,9 +15,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from gcjax.errors import GcjaxError, nearest
+from gcjax.errors import GcjaxError, nearest, some
 from gcjax.pretrained import headers
-from gcjax.pretrained.directory import choose, some
+from gcjax.pretrained.directory import choose
 from gcjax.pretrained.headers import Header
 
 FP8 = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2}

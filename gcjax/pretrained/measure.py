@@ -134,8 +134,8 @@ def _projections(job: _Job) -> xr.Dataset | None:
     missing = [f"{unit.projection} {unit.layer}" for unit in units if not _part(folder, unit).exists()]
     if job.lacks(missing, len(units), "parts"):
         return None
-    portraits = {(unit.projection, unit.layer): _load(_part(folder, unit)) for unit in units}
-    found = collect(job.plan, portraits, job.options, {**job.attributes, "wall_seconds": time.monotonic() - begun})
+    attributes = {**job.attributes, "wall_seconds": time.monotonic() - begun}
+    found = collect(job.plan, lambda unit: _load(_part(folder, unit)), job.options, attributes)
     results.save(found, target)
     return found
 

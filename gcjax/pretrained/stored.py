@@ -16,11 +16,10 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from gcjax import trees
-from gcjax.errors import GcjaxError
+from gcjax.errors import GcjaxError, some
 from gcjax.models import llama
 from gcjax.pretrained import convert as conversion
 from gcjax.pretrained import headers
-from gcjax.pretrained.directory import some
 from gcjax.pretrained.files import Checkpoint, Tensor
 
 # Of model.json. `storage` gives the dtype of every tensor that a parameter was made of, by layer.

@@ -13,7 +13,7 @@ from gcjax.errors import GcjaxError
 from gcjax.reporting import panels
 from gcjax.reporting.panels import CHANCE, line
 from gcjax.reporting.portraits import COLOURS
-from gcjax.reporting.projections import MARGIN
+from gcjax.reporting.projections import continuous
 from gcjax.reporting.tables import number
 
 FILE = "circuits.nc"
@@ -40,10 +40,10 @@ class Product(NamedTuple):
 
     @property
     def continuous(self) -> str:
-        """The spaces above chance by projections.MARGIN."""
-        above = [str(space) for space in self.cosine.space.values
-                 if float(self.cosine.sel(space=space).mean()) > float(self.chance.sel(space=space)) + MARGIN]  # fmt: skip
-        return {0: "neither", 1: above[0] if above else "", 2: "both"}[len(above)]
+        """As `projections.continuous` says."""
+        means = [float(self.cosine.sel(space=space).mean()) for space in self.cosine.space]
+        chance = [float(self.chance.sel(space=space)) for space in self.cosine.space]
+        return continuous(self.cosine.space.values.tolist(), means, chance)
 
 
 def beside(ds: xr.Dataset, folder: Path) -> xr.Dataset | None:

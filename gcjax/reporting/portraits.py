@@ -1,10 +1,11 @@
 """Pictures of a measured checkpoint: each function takes its dataset and returns a Figure."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import matplotlib as mpl
 import numpy as np
 import xarray as xr
+from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
@@ -62,19 +63,23 @@ def _grid(ds: xr.Dataset, xlabel: str, ylabel: str, height: float = 1.35) -> tup
     return figure, axes
 
 
+def _in_both_spaces(ds: xr.Dataset, axes: np.ndarray) -> Iterator[tuple[Axes, xr.Dataset, str]]:
+    """Each projection's panel, twice: with its raw measures in the input space, then in the output space, and the colour."""
+    for ax, matrix in zip(axes, ds.matrix.values):
+        for space in ds.space.values:
+            yield ax, ds.sel(matrix=matrix, form="raw", space=space), COLOURS[str(space)]
+
+
 @panels.styled
 def depth(ds: xr.Dataset) -> Figure:
     """Continuity of each pair along depth, raw; flagged pairs hollow."""
     figure, axes = _grid(ds, "layer (of the pair's second matrix)", "|cos| of adjacent layers")
-    for ax, matrix in zip(axes, ds.matrix.values):
-        one = ds.sel(matrix=matrix, form="raw")
-        for space in ds.space.values:
-            value = one.cosine.sel(rank=1, space=space)
-            look = {"color": COLOURS[str(space)]}
-            ax.plot(ds.pair, value, lw=0.9, **look)
-            ax.plot(ds.pair, value.where(one.flagged == 0), "o", ms=2.5, **look)
-            ax.plot(ds.pair, value.where(one.flagged == 1), "o", ms=2.5, mfc="white", **look)
-            ax.axhline(float(one.cosine_null.sel(space=space)), color=CHANCE, lw=1.5, zorder=0)
+    for ax, one, colour in _in_both_spaces(ds, axes):
+        value = one.cosine.sel(rank=1)
+        ax.plot(ds.pair, value, lw=0.9, color=colour)
+        ax.plot(ds.pair, value.where(one.flagged == 0), "o", ms=2.5, color=colour)
+        ax.plot(ds.pair, value.where(one.flagged == 1), "o", ms=2.5, mfc="white", color=colour)
+        ax.axhline(float(one.cosine_null), color=CHANCE, lw=1.5, zorder=0)
     axes[0].set_ylim(0, 1.02)
     entries = [line(label, color=COLOURS[space]) for space, label in LABELS.items()]
     entries += [line("flagged", color="black", marker="o", ms=3, mfc="white", ls=""), line("chance", color=CHANCE, lw=1.5)]
@@ -125,13 +130,10 @@ def latest(ds: xr.Dataset) -> xr.Dataset:
 def over_training(ds: xr.Dataset) -> Figure:
     """Mean continuity of every projection against the training step of a series of checkpoints, raw, in both spaces."""
     figure, axes = _grid(ds, "training step", "mean |cos| of adjacent layers")
-    for ax, matrix in zip(axes, ds.matrix.values):
-        one = ds.sel(matrix=matrix, form="raw")
-        for space in ds.space.values:
-            level = one.cosine_mean_null_quantile.sel(space=space).isel(step=0)
-            ax.axhspan(float(level[0]), float(level[-1]), color=CHANCE, lw=0, zorder=0)
-            value = one.cosine.sel(rank=1, space=space).mean("pair")
-            ax.plot(ds.step, value, "o-", ms=2.5, lw=1.2, color=COLOURS[str(space)])
+    for ax, one, colour in _in_both_spaces(ds, axes):
+        level = one.cosine_mean_null_quantile.isel(step=0)
+        ax.axhspan(float(level[0]), float(level[-1]), color=CHANCE, lw=0, zorder=0)
+        ax.plot(ds.step, one.cosine.sel(rank=1).mean("pair"), "o-", ms=2.5, lw=1.2, color=colour)
     positive = ds.step.values[ds.step.values > 0]
     if len(positive) > 1 and positive.max() > 100 * positive.min():
         axes[0].set_xscale("symlog", linthresh=float(positive.min()))

@@ -59,6 +59,12 @@ class Row:
         return f"{self.continuous}{'' if fits else f', predicted {predicted}'}"
 
 
+def continuous(spaces: Sequence[str], means: Sequence[float], chance: Sequence[float]) -> str:
+    """The spaces in which a mean |cos| is above chance by MARGIN: one of them, "both" or "neither"."""
+    above = [space for space, mean, level in zip(spaces, means, chance) if mean > level + MARGIN]
+    return {0: "neither", 1: above[0] if above else "", 2: "both"}[len(above)]
+
+
 def rows(ds: xr.Dataset) -> list[Row]:
     """A row for every projection and form."""
     return [_row(ds.sel(matrix=matrix, form=form), matrix, form) for matrix in ds.matrix.values for form in ds.form.values]
@@ -67,7 +73,6 @@ def rows(ds: xr.Dataset) -> list[Row]:
 def _row(one: xr.Dataset, matrix: str, form: str) -> Row:
     cosine = [mean_interval(one.cosine.sel(rank=1, space=space), CONFIDENCE) for space in one.space.values]
     chance = [float(level) for level in one.cosine_null]
-    above = [space for space, found, level in zip(one.space.values, cosine, chance) if found.value > level + MARGIN]
     pairs = int(np.isfinite(one.cosine.sel(rank=1, space="input")).sum())
     means = {
         name: tuple(map(float, one[name].mean("pair"))) for name in ("gram_alignment", "sigma2_alignment", "sigma2_missing")
@@ -83,7 +88,7 @@ def _row(one: xr.Dataset, matrix: str, form: str) -> Row:
         flagged=int(one.flagged.sum()),
         pairs=pairs,
         stored=tuple(map(float, one.rounding_angle.median("layer"))),  # pyright: ignore[reportArgumentType]
-        continuous={0: "neither", 1: above[0] if above else "", 2: "both"}[len(above)],
+        continuous=continuous(one.space.values.tolist(), [found.value for found in cosine], chance),
     )
 
 
