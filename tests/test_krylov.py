@@ -11,6 +11,7 @@ from matrices import frame, matrix, sine
 from gcjax.geometry import krylov, nulls, sketch
 from gcjax.geometry.continuity import gram_alignment
 from gcjax.geometry.decompose import decompose, framed, gram64, null_leading
+from gcjax.geometry.krylov import Wanted
 
 SHAPES = ((200, 300), (300, 200), (176, 176))
 TOLERANCE = 1e-4
@@ -26,7 +27,7 @@ def _gains(d, seed=0):
 
 
 def _leading(w_OI, rank=4, tolerance=TOLERANCE, **more):
-    return krylov.leading_triplets(jnp.asarray(w_OI, jnp.float32), rank, jax.random.key(0), tolerance, **more)
+    return krylov.leading_triplets(jnp.asarray(w_OI, jnp.float32), [Wanted(None, rank, tolerance, 0)], **more)[0]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -49,7 +50,6 @@ def test_residuals_are_the_true_ones_and_bound_the_vectors(shape):
     right = np.linalg.norm(w @ found.v_IK - found.u_OK * found.s_K, axis=0)
     left = np.linalg.norm(w.T @ found.u_OK - found.v_IK * found.s_K, axis=0)
     np.testing.assert_allclose(found.residual_K, np.hypot(right, left), atol=3e-6)
-    assert found.passes == krylov.leading_triplets(jnp.asarray(w_OI), 4, jax.random.key(1), 1e-2).passes
     assert found.passes < _leading(w_OI, tolerance=1e-6).passes
 
 
@@ -82,8 +82,27 @@ def test_a_scale_changes_the_singular_values_alone():
     np.testing.assert_array_equal(one.s_K * np.float32(2**20), other.s_K)
 
 
+@pytest.mark.parametrize("shape", SHAPES[:2])
+def test_frames_that_share_their_passes_are_as_alone(shape):
+    w_OI = jnp.asarray(matrix(np.random.default_rng(12), *shape, _spectrum(min(shape))), jnp.float32)
+    gain_O, gain_I = (jnp.asarray(_gains(d)) for d in shape)
+    wanted = [
+        Wanted(None, 8, TOLERANCE, 0),
+        Wanted(krylov.gains(gain_I, False), 4, 1e-2, 1),
+        Wanted(krylov.random_frame(jax.random.key(3), gain_O, True), 1, 1e-2, 2, 4),
+    ]
+    together = krylov.leading_triplets(w_OI, wanted)
+    assert len({one.passes for one in together}) > 1
+    for one, request in zip(together, wanted):
+        (alone,) = krylov.leading_triplets(w_OI, [request])
+        assert one.passes == alone.passes
+        np.testing.assert_allclose(one.s_K, alone.s_K, rtol=1e-5)
+        assert sine(one.v_IK[:, 0], alone.v_IK[:, 0]) < 1e-4
+        assert sine(one.u_OK[:, 0], alone.u_OK[:, 0]) < 1e-4
+
+
 def test_every_step_of_a_shape_is_one_program():
-    programs = (krylov.forward, krylov._add_left, krylov._add_right)
+    programs = (krylov._product, krylov._transposed, krylov._add_left, krylov._add_right)
     _leading(np.random.default_rng(0).standard_normal((210, 290)))
     compiled = [program._cache_size() for program in programs]
     _leading(np.random.default_rng(1).standard_normal((210, 290)))
@@ -94,8 +113,8 @@ def test_what_does_not_converge_is_decomposed_whole(monkeypatch):
     w_OI = jnp.asarray(matrix(np.random.default_rng(5), 200, 300, 1 + 1e-5 * np.arange(200)[::-1]), jnp.float32)
     stuck = _leading(w_OI, tolerance=1e-7, restarts=0)
     assert not stuck.converged
-    monkeypatch.setattr(krylov, "leading_triplets", lambda *args: stuck)
-    found = decompose(w_OI, None, 4, 0, TOLERANCE, 100)
+    monkeypatch.setattr(krylov, "leading_triplets", lambda *args: [stuck])
+    (found,) = decompose(w_OI, [None], 4, 0, TOLERANCE, 100)
     assert (found.method, found.whole, found.s_K.shape) == ("krylov+gram64", True, (200,))
 
 
@@ -110,9 +129,11 @@ def test_a_frame_is_the_same_written_out_and_applied(shape, output):
             np.random.default_rng(7).standard_normal((2, shape[1], 2)),
             np.random.default_rng(8).standard_normal((shape[0], 2)),
         )
-        np.testing.assert_allclose(krylov.forward(w_OI, made, jnp.asarray(x_I2[0], jnp.float32)), a_OI @ x_I2[0], atol=1e-4)
-        np.testing.assert_allclose(krylov.backward(w_OI, made, jnp.asarray(y_O2, jnp.float32)), a_OI.T @ y_O2, atol=1e-4)
-        whole, part = decompose(w_OI, made, 4, 0, TOLERANCE, 10**6), decompose(w_OI, made, 4, 0, TOLERANCE, 0)
+        (y,) = krylov.forward(w_OI, [made], [jnp.asarray(x_I2[0], jnp.float32)])
+        np.testing.assert_allclose(y, a_OI @ x_I2[0], atol=1e-4)
+        (x,) = krylov.backward(w_OI, [made], [jnp.asarray(y_O2, jnp.float32)])
+        np.testing.assert_allclose(x, a_OI.T @ y_O2, atol=1e-4)
+        ((whole,), (part,)) = (decompose(w_OI, [made], 4, 0, TOLERANCE, below) for below in (10**6, 0))
         assert (whole.method, part.method) == ("gram64", "krylov")
         assert sine(whole.v_IK[:, 0], part.v_IK[:, 0]) < 2 * TOLERANCE
         assert sine(whole.u_OK[:, 0], part.u_OK[:, 0]) < 2 * TOLERANCE
@@ -134,7 +155,7 @@ def test_random_frames_are_as_good_as_haar(spread):
     spectrum = _spectrum(d)
     w_OI = jnp.asarray(matrix(rng, d, d, spectrum), jnp.float32)
     frames = [krylov.random_frame(jax.random.key(n), jnp.asarray(gain_D), False) for n in range(draws)]
-    ours = np.stack([null_leading(w_OI, one, 0, 1e-2) for one in frames])
+    ours = null_leading(w_OI, frames, 0)
     haar = np.stack([gram64((frame(rng, d) * spectrum).T * gain_D)[2][:, 0] for _ in range(draws)])
     found, expected = (np.abs(x @ x.T)[np.triu_indices(draws, 1)] for x in (ours, haar))
     assert found.mean() == pytest.approx(expected.mean(), abs=0.02 if spread == 0 else 0.06)
@@ -158,7 +179,7 @@ def test_a_sketched_gram_alignment_is_the_exact_one_within_its_error(shape):
         z = [np.asarray(sketch.probes(d, 16, seed)) for d in shape[::-1]]
         kept = []
         for w_OI in layers:
-            hz = sketch.apply_grams(jnp.asarray(w_OI), None, *map(jnp.asarray, z), float((w_OI**2).sum()))
+            (hz,) = sketch.apply_grams(jnp.asarray(w_OI), [None], *map(jnp.asarray, z), [float((w_OI**2).sum())])
             u_OK, s_K, vt_KI = np.linalg.svd(w_OI, full_matrices=False)
             vectors = (vt_KI[:8].T, u_OK[:, :8])
             kept.append([sketch.Sketch(np.asarray(h), x_DK, s_K[:8]) for h, x_DK in zip(hz, vectors)])

@@ -7,13 +7,16 @@
 | krylov+gram64 | larger, and Krylov did not converge | as gram64 |
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from gcjax.geometry import krylov
-from gcjax.geometry.krylov import Frame
+from gcjax.geometry.krylov import Frame, Leading, Wanted
+
+NULL_TOLERANCE, NULL_BLOCK = 1e-2, 4  # radians; columns a frame, so that a few frames share one pass
 
 
 class Decomposition(NamedTuple):
@@ -28,18 +31,23 @@ class Decomposition(NamedTuple):
     passes: int  # over the matrix, of the Krylov iteration
 
 
-def decompose(w_OI: jax.Array, frame: Frame | None, rank: int, seed: int, tolerance: float, exact_below: int) -> Decomposition:
-    """Triplets, at least `rank` of them, of a finite, nonzero matrix in its frame."""
-    method, passes = "gram64", 0
+def decompose(
+    w_OI: jax.Array, frames: Sequence[Frame | None], rank: int, seed: int, tolerance: float, exact_below: int
+) -> list[Decomposition]:
+    """Triplets, at least `rank` of them, of a finite, nonzero matrix in each of the frames."""
+    leading: list[Leading | None] = [None] * len(frames)
     if min(w_OI.shape) > exact_below and krylov.fits(w_OI.shape, rank):
-        found = krylov.leading_triplets(w_OI, rank, jax.random.key(seed), tolerance, frame)
-        method, passes = "krylov", found.passes
-        if found.converged:
-            s_K = found.s_K.astype(np.float64)
-            return Decomposition(found.u_OK, s_K, found.v_IK, float(found.residual_K[0]), False, method, passes)
-        method = "krylov+gram64"
-    u, s, v, residual = gram64(framed(w_OI, frame))
-    return Decomposition(u, s, v, residual, True, method, passes)
+        leading[:] = krylov.leading_triplets(w_OI, [Wanted(frame, rank, tolerance, seed) for frame in frames])
+    return [_decomposition(w_OI, frame, found) for frame, found in zip(frames, leading)]
+
+
+def _decomposition(w_OI: jax.Array, frame: Frame | None, found: Leading | None) -> Decomposition:
+    if found is not None and found.converged:
+        u_OK, s_K, v_IK, residual_K, _, passes = found
+        return Decomposition(u_OK, s_K, v_IK, float(residual_K[0]), False, "krylov", passes)
+    u_OM, s_M, v_IM, residual = gram64(framed(w_OI, frame))
+    method, passes = ("gram64", 0) if found is None else ("krylov+gram64", found.passes)
+    return Decomposition(u_OM, s_M, v_IM, residual, True, method, passes)
 
 
 def framed(w_OI: jax.Array, frame: Frame | None) -> np.ndarray:
@@ -67,10 +75,12 @@ def gram64(w_OI: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]
     return u_OI.astype(np.float32), s_I, v_II.astype(np.float32), residual
 
 
-def null_leading(w_OI: jax.Array, frame: Frame, seed: int, tolerance: float) -> np.ndarray:
-    """The leading vector, on the frame's side, of the matrix in a random frame: what its spectrum and the gains give alone."""
+def null_leading(w_OI: jax.Array, frames: Sequence[Frame], seed: int) -> np.ndarray:
+    """The leading vector `[N, D]`, on the frames' side, of the matrix in N random frames: what its spectrum and the gains give
+    alone. To an angle that a mean over draws does not feel."""
     if krylov.fits(w_OI.shape, 1):
-        found = krylov.leading_triplets(w_OI, 1, jax.random.key(seed), tolerance, frame)
-        return (found.u_OK if frame.output else found.v_IK)[:, 0]
-    u_OM, _, v_IM, _ = gram64(framed(w_OI, frame))
-    return (u_OM if frame.output else v_IM)[:, 0]
+        found = krylov.leading_triplets(w_OI, [Wanted(frame, 1, NULL_TOLERANCE, seed, NULL_BLOCK) for frame in frames])
+        pairs = [(one.u_OK, one.v_IK) for one in found]
+    else:
+        pairs = [(u, v) for u, _, v, _ in (gram64(framed(w_OI, frame)) for frame in frames)]
+    return np.stack([(u if frame.output else v)[:, 0] for frame, (u, v) in zip(frames, pairs)])

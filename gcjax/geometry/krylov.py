@@ -6,15 +6,18 @@ Block Golub-Kahan bidiagonalization with full re-orthogonalization (Golub, Luk a
 on the angle of the vectors: a fixed small number of power iterations gives right sigmas and meaningless vectors.
 """
 
-from typing import NamedTuple
+from collections.abc import Generator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
+from scipy import linalg
 
-BLOCK = 16  # columns of one pass over the matrix
-STEPS = 10  # blocks of a basis before it restarts from its best BLOCK Ritz vectors
+BLOCK = 16  # columns of one pass over the matrix, where many triplets are wanted
+BASIS = 160  # columns of a basis before it restarts from its best Ritz vectors
 SHARP = 4  # leading ranks that must reach the tolerance
 LOOSE = 0.02  # of s_k, the residual that the others must reach: they may lie in a continuum, where no single vector is meant
 GAP_FLOOR = 0.01  # of s_k: nearer neighbours mix, and the pair is flagged; no pass is spent on telling them apart
@@ -26,9 +29,19 @@ class Leading(NamedTuple):
     u_OK: np.ndarray
     s_K: np.ndarray
     v_IK: np.ndarray
-    residual_K: np.ndarray  # sqrt(||A v - s u||^2 + ||A^T u - s v||^2), measured at the end, in the matrix's units
+    residual_K: np.ndarray  # sqrt(||A v - s u||^2 + ||A^T u - s v||^2) or, where that is more, what rounding makes of it
     converged: bool
     passes: int  # over the matrix
+
+
+class Wanted(NamedTuple):
+    """What is asked of a matrix: leading triplets of it in one frame."""
+
+    frame: "Frame | None"
+    rank: int  # at most `block`
+    tolerance: float  # radians, of the first SHARP vectors
+    seed: int  # of the starting block
+    block: int = BLOCK  # columns of one pass
 
 
 class Frame(NamedTuple):
@@ -71,52 +84,58 @@ jax.tree_util.register_pytree_node(
 )
 
 
-@jax.jit
-def forward(w_OI: Array, frame: Frame | None, x_IB: Array) -> Array:
-    """`A x` of the matrix in its frame."""
-    with jax.default_matmul_precision("highest"):
-        if frame is None:
-            return w_OI @ x_IB
-        return frame.back(w_OI @ x_IB) if frame.output else w_OI @ frame.into(x_IB)
+def forward(w_OI: Array, frames: Sequence[Frame | None], x_IB: Sequence[Array]) -> list[Array]:
+    """`A x` of the matrix in each frame, for a block of columns each, in one pass."""
+    inside = [x if frame is None or frame.output else _into(frame, x) for frame, x in zip(frames, x_IB)]
+    y_OB = _split(_product(w_OI, _joined(inside)), inside)
+    return [_back(frame, y) if frame is not None and frame.output else y for frame, y in zip(frames, y_OB)]
 
 
-def backward(w_OI: Array, frame: Frame | None, y_OB: Array) -> Array:
-    """`A^T y` of the matrix in its frame."""
-    if frame is None:
-        return _transposed(w_OI, y_OB)
-    return _transposed(w_OI, _into(frame, y_OB)) if frame.output else _back(frame, _transposed(w_OI, y_OB))
+def backward(w_OI: Array, frames: Sequence[Frame | None], y_OB: Sequence[Array]) -> list[Array]:
+    """`A^T y` of the matrix in each frame, for a block of columns each, in one pass."""
+    inside = [_into(frame, y) if frame is not None and frame.output else y for frame, y in zip(frames, y_OB)]
+    x_IB = _split(_transposed(w_OI, _joined(inside)), inside)
+    return [x if frame is None or frame.output else _back(frame, x) for frame, x in zip(frames, x_IB)]
 
 
 _into, _back = jax.jit(Frame.into), jax.jit(Frame.back)
 
 
+def _joined(blocks: Sequence[Array]) -> Array:
+    return blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks, axis=1)
+
+
+def _split(x: Array, like: Sequence[Array]) -> list[Array]:
+    return jnp.split(x, np.cumsum([block.shape[1] for block in like])[:-1], axis=1) if len(like) > 1 else [x]
+
+
+@jax.jit
+def _product(w_OI: Array, x_IB: Array) -> Array:
+    return jnp.matmul(w_OI, x_IB, precision="highest")
+
+
+@jax.jit
 def _transposed(w_OI: Array, y_OB: Array) -> Array:
-    """`W^T y`. On CPU by NumPy's BLAS on the same memory, which is twice as fast as XLA where the rows are contracted."""
-    if all(device.platform == "cpu" for device in w_OI.devices()):
-        return jnp.asarray((np.asarray(y_OB).T @ np.asarray(w_OI)).T)
-    return _contracted(w_OI, y_OB)
+    # The barrier keeps XLA from computing `W^T y` with the other operand first, which takes twice as long on CPU.
+    return jax.lax.optimization_barrier(jax.lax.dot_general(y_OB, w_OI, (((0,), (0,)), ((), ())), precision="highest")).T
 
 
-@jax.jit
-def _contracted(w_OI: Array, y_OB: Array) -> Array:
-    return jax.lax.dot_general(y_OB, w_OI, (((0,), (0,)), ((), ())), precision="highest").T
-
-
-@jax.jit
+@partial(jax.jit, donate_argnums=1)
 def _add_left(y_Ob: Array, u_OB: Array, step: Array) -> tuple[Array, Array]:
     """The left basis with what `y = A v` adds to it as its block number `step`; and that block."""
     with jax.default_matmul_precision("highest"):
         u_Ob, _ = _orthonormal(y_Ob, u_OB)
-        return jax.lax.dynamic_update_slice_in_dim(u_OB, u_Ob, step * BLOCK, axis=1), u_Ob
+        return jax.lax.dynamic_update_slice_in_dim(u_OB, u_Ob, step * u_Ob.shape[1], axis=1), u_Ob
 
 
-@jax.jit
-def _add_right(z_Ib: Array, v_IB: Array, step: Array) -> tuple[Array, Array, Array]:
-    """The right basis with what `z = A^T u` adds to it behind block number `step`; `V^T z`; and the triangular factor of
-    what was added."""
+@partial(jax.jit, donate_argnums=1)
+def _add_right(z_Ib: Array, v_IB: Array, step: Array) -> tuple[Array, Array, Array, Array]:
+    """The right basis with what `z = A^T u` adds to it behind block number `step`; what was added; `V^T z`; and the
+    triangular factor of what was added."""
     with jax.default_matmul_precision("highest"):
         next_Ib, r_bb = _orthonormal(z_Ib, v_IB)
-        return jax.lax.dynamic_update_slice_in_dim(v_IB, next_Ib, (step + 1) * BLOCK, axis=1), v_IB.T @ z_Ib, r_bb
+        at = (step + 1) * next_Ib.shape[1]
+        return jax.lax.dynamic_update_slice_in_dim(v_IB, next_Ib, at, axis=1), next_Ib, v_IB.T @ z_Ib, r_bb
 
 
 def _orthonormal(x: Array, basis: Array) -> tuple[Array, Array]:
@@ -124,8 +143,18 @@ def _orthonormal(x: Array, basis: Array) -> tuple[Array, Array]:
     enough in floating point, and a block that adds nothing is then still orthogonal to the basis. Columns of the basis
     that are not filled yet are zero, so that every step has one shape."""
     q, r = jnp.linalg.qr(x - basis @ (basis.T @ x))
-    q, again = jnp.linalg.qr(q - basis @ (basis.T @ q))
+    q = q - basis @ (basis.T @ q)
+    gram = q.T @ q
+    # The second time there is little left to do, and Cholesky is quicker; unless the block added nothing.
+    near = jnp.max(jnp.abs(gram - jnp.eye(len(gram), dtype=gram.dtype))) < 0.1
+    q, again = jax.lax.cond(near, _by_cholesky, lambda q, _: tuple(jnp.linalg.qr(q)), q, gram)
     return q, again @ r
+
+
+def _by_cholesky(q: Array, gram: Array) -> tuple[Array, Array]:
+    lower = jnp.linalg.cholesky(gram)
+    inverse = jax.scipy.linalg.solve_triangular(lower, jnp.eye(len(gram), dtype=gram.dtype), lower=True)
+    return q @ inverse.T, lower.T
 
 
 @jax.jit
@@ -134,63 +163,70 @@ def _ritz(u_OB: Array, v_IB: Array, left_Bb: Array, right_Bb: Array) -> tuple[Ar
         return u_OB @ right_Bb, v_IB @ left_Bb
 
 
-@jax.jit
-def _residuals(u_OK: Array, v_IK: Array, wv_OK: Array, wu_IK: Array) -> tuple[Array, Array]:
-    """Singular values as Rayleigh quotients, and the true residuals."""
-    s_K = jnp.sum(u_OK * wv_OK, axis=0)
-    return s_K, jnp.hypot(jnp.linalg.norm(wv_OK - s_K * u_OK, axis=0), jnp.linalg.norm(wu_IK - s_K * v_IK, axis=0))
-
-
 def fits(shape: tuple[int, ...], rank: int) -> bool:
     """Whether a matrix is large enough for the bases, and `rank` small enough for a block."""
-    return min(shape) >= BLOCK * (STEPS + 1) and rank <= BLOCK
+    return min(shape) >= BASIS + BLOCK and rank <= BLOCK
 
 
-def leading_triplets(
-    w_OI: Float[Array, "O I"],
-    rank: int,
-    key: PRNGKeyArray,
-    tolerance: float,
-    frame: Frame | None = None,
-    restarts: int = 4,
-) -> Leading:
-    """The leading `rank` triplets of a finite matrix (`fits`), or of it in a `frame`.
+def leading_triplets(w_OI: Float[Array, "O I"], wanted: Sequence[Wanted], restarts: int = 4) -> list[Leading]:
+    """The leading triplets of a finite matrix (`fits`) in each wanted frame; they share passes over the matrix.
 
     The first SHARP vectors reach an angle of `tolerance` radians where neighbouring singular values are GAP_FLOOR apart,
     the others a residual of LOOSE; `converged` says whether they did within `restarts` restarts.
     """
     o, i = w_OI.shape
+    solvers = [_solver((o, i), w_OI.dtype, one, restarts) for one in wanted]
+    blocks, found = {i: next(solver) for i, solver in enumerate(solvers)}, dict[int, Leading]()
+    while blocks:
+        for product in (forward, backward):
+            products = product(w_OI, [wanted[i].frame for i in blocks], list(blocks.values()))
+            for i, block in zip(list(blocks), products):
+                try:
+                    blocks[i] = solvers[i].send(block)
+                except StopIteration as end:
+                    found[i] = end.value
+                    del blocks[i]
+    return [found[i] for i in range(len(wanted))]
+
+
+def _solver(shape: tuple[int, int], dtype: Any, wanted: Wanted, restarts: int) -> Generator[Array, Array, Leading]:
+    """The iteration without its products: yields `x` for `A x`, then `y` for `A^T y`, and so on in turn."""
+    (o, i), rank, block = shape, wanted.rank, wanted.block
     sharp_K = np.arange(rank) < SHARP
-    rounding = 4 * float(jnp.finfo(w_OI.dtype).eps)  # of s_1; nothing improves below it
-    v_Ib = jnp.linalg.qr(jax.random.normal(key, (i, BLOCK), w_OI.dtype))[0]
+    rounding = 4 * float(jnp.finfo(dtype).eps)  # of s_1; nothing improves below it
+    x_Ib = jax.random.uniform(jax.random.key(wanted.seed), (i, block), dtype, -1.0)
     passes = 0
     for _ in range(restarts + 1):
-        u_OB = jnp.zeros((o, BLOCK * STEPS), w_OI.dtype)
-        v_IB = jnp.zeros((i, BLOCK * (STEPS + 1)), w_OI.dtype).at[:, :BLOCK].set(v_Ib)
-        h_BB = np.zeros((v_IB.shape[1], u_OB.shape[1]))  # V^T A^T U
-        left_Bb, right_Bb = np.zeros((v_IB.shape[1], BLOCK), np.float32), np.zeros((u_OB.shape[1], BLOCK), np.float32)
-        for step in range(STEPS):
-            old, new = slice(step * BLOCK, (step + 1) * BLOCK), slice((step + 1) * BLOCK, (step + 2) * BLOCK)
-            v_Ib = jax.lax.dynamic_slice_in_dim(v_IB, np.int32(old.start), BLOCK, axis=1)
-            u_OB, u_Ob = _add_left(forward(w_OI, frame, v_Ib), u_OB, np.int32(step))
-            v_IB, h_Bb, r_bb = _add_right(backward(w_OI, frame, u_Ob), v_IB, np.int32(step))
+        u_OB, v_IB, v_Ib = _begin(x_Ib, o)
+        h_BB = np.zeros((BASIS + block, BASIS))  # V^T A^T U
+        left_Bb, right_Bb = np.zeros((BASIS + block, block), np.float32), np.zeros((BASIS, block), np.float32)
+        for step in range(BASIS // block):
+            old, new = slice(step * block, (step + 1) * block), slice((step + 1) * block, (step + 2) * block)
+            u_OB, u_Ob = _add_left((yield v_Ib), u_OB, np.int32(step))
+            v_IB, v_Ib, h_Bb, r_bb = _add_right((yield u_Ob), v_IB, np.int32(step))
             passes += 2
             h_BB[:, old], h_BB[new, old] = np.asarray(h_Bb), np.asarray(r_bb)
-            left, s, right = np.linalg.svd(h_BB[: old.stop, : old.stop])
+            left, s, right = linalg.svd(h_BB[: old.stop, : old.stop], check_finite=False)
             residual_K = np.linalg.norm(h_BB[new, old] @ right[:rank, old].T, axis=0)
             if step == 0:  # too few Ritz values to see their gaps
                 continue
             below_K = s[:rank] - s[1 : rank + 1]
             nearest_K = np.minimum(below_K, np.append(np.inf, below_K[:-1]))
-            reach_K = np.where(sharp_K, tolerance * np.maximum(nearest_K, GAP_FLOOR * s[:rank]), LOOSE * s[:rank])
+            reach_K = np.where(sharp_K, wanted.tolerance * np.maximum(nearest_K, GAP_FLOOR * s[:rank]), LOOSE * s[:rank])
             reach_K = np.maximum(reach_K, rounding * s[0])
             if converged := bool((residual_K <= reach_K).all()):
                 break
-        left_Bb[: old.stop], right_Bb[: old.stop] = left[:, :BLOCK], right[:BLOCK].T
+        left_Bb[: old.stop], right_Bb[: old.stop] = left[:, :block], right[:block].T
+        u_Ob, x_Ib = _ritz(u_OB, v_IB, left_Bb, right_Bb)
         if converged:
             break
-        v_Ib = jnp.linalg.qr(_ritz(u_OB, v_IB, left_Bb, right_Bb)[1])[0]
-    u_OK, v_IK = _ritz(u_OB, v_IB, left_Bb[:, :rank], right_Bb[:, :rank])
-    s_K, residual_K = _residuals(u_OK, v_IK, forward(w_OI, frame, v_IK), backward(w_OI, frame, u_OK))
-    u_OK, s_K, v_IK, residual_K = jax.device_get((u_OK, s_K, v_IK, residual_K))
-    return Leading(u_OK, s_K, v_IK, residual_K, converged, passes + 2)
+    u_OK, v_IK = jax.device_get((u_Ob[:, :rank], x_Ib[:, :rank]))
+    return Leading(u_OK, s[:rank], v_IK, np.maximum(residual_K, rounding * s[0]), converged, passes)
+
+
+@partial(jax.jit, static_argnums=1)
+def _begin(x_Ib: Array, o: int) -> tuple[Array, Array, Array]:
+    """Both bases, empty but for the first block on the right; and that block, from what it is to span."""
+    v_Ib = jnp.linalg.qr(x_Ib)[0]
+    u_OB, v_IB = jnp.zeros((o, BASIS), x_Ib.dtype), jnp.zeros((len(x_Ib), BASIS + x_Ib.shape[1]), x_Ib.dtype)
+    return u_OB, jax.lax.dynamic_update_slice_in_dim(v_IB, v_Ib, 0, axis=1), v_Ib

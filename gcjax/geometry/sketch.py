@@ -6,6 +6,7 @@ leading triplets are known: their part of each product is put in exactly and tak
 of the tail.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -29,12 +30,14 @@ def probes(d: int, count: int, seed: int) -> Float[Array, "D N"]:
     return jax.random.rademacher(jax.random.key(seed), (d, count), jnp.float32)
 
 
-def apply_grams(w_OI: Float[Array, "O I"], frame: Frame | None, z_IN: Array, z_ON: Array, energy: float) -> tuple[Array, Array]:
-    """`H z` of the matrix in its frame, in the input and in the output space, from `energy = ||A||_F^2`; four passes."""
-    o, i = w_OI.shape
-    hz_IN = backward(w_OI, frame, forward(w_OI, frame, z_IN)) - energy / i * z_IN
-    hz_ON = forward(w_OI, frame, backward(w_OI, frame, z_ON)) - energy / o * z_ON
-    return hz_IN, hz_ON
+def apply_grams(
+    w_OI: Float[Array, "O I"], frames: Sequence[Frame | None], z_IN: Array, z_ON: Array, energies: Sequence[float]
+) -> list[tuple[Array, Array]]:
+    """`H z` of the matrix in each frame, in the input and in the output space, from `energy = ||A||_F^2`; in four passes."""
+    (o, i), n = w_OI.shape, len(frames)
+    hz_IN = backward(w_OI, frames, forward(w_OI, frames, [z_IN] * n))
+    hz_ON = forward(w_OI, frames, backward(w_OI, frames, [z_ON] * n))
+    return [(x - energy / i * z_IN, y - energy / o * z_ON) for x, y, energy in zip(hz_IN, hz_ON, energies)]
 
 
 def alignment(a: Sketch, b: Sketch, z_DN: np.ndarray) -> tuple[float, float]:

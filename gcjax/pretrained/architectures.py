@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gcjax.errors import GcjaxError, nearest, some
+from gcjax.pretrained import files
 from gcjax.pretrained.families import FAMILIES, NAMED, PERMUTED, QKV, UNMEASURED, Family
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
@@ -188,7 +189,7 @@ def assemble(matrix: Matrix, read: Callable[[str], np.ndarray]) -> np.ndarray:
     """
     if len(matrix.parts) == 1 and matrix.parts[0][1:] == (None, False, None):
         return np.ascontiguousarray(read(matrix.parts[0].tensor), np.float32)
-    w_OI, at, name, tensor = np.empty(matrix.shape, np.float32), 0, "", np.empty(0)
+    w_OI, at, name, tensor = files.aligned(matrix.shape, np.float32), 0, "", np.empty(0)
     joined = w_OI if matrix.axis == 0 else w_OI.T  # a view in which parts follow each other along the first axis
     for part in matrix.parts:
         if part.tensor != name:

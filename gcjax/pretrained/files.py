@@ -74,7 +74,7 @@ class Tensor:
         shape = (last - first, *self.shape[1:]) if self.shape else ()
         size, axis = self.stop - self.start, max(self.shape[0], 1) if self.shape else 1
         convert, chunk = self._decoder()
-        values = np.empty(shape, np.float64 if self.dtype == "F64" else np.float32)
+        values = aligned(shape, np.float64 if self.dtype == "F64" else np.float32)
         flat, done = values.reshape(-1), 0
         try:
             with np.errstate(all="ignore"):  # NaN and Inf are the reader's business
@@ -123,6 +123,14 @@ class Tensor:
                 raise GcjaxError(f"{self.file}: {self.name} {said}; use a file quantized otherwise") from error
 
         return dequantize, _CHUNK // block * itemsize
+
+
+def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array to be filled, where JAX on a CPU can take it as it is: at a multiple of 64 bytes."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    room = np.empty(size + 64, np.uint8)
+    start = -room.ctypes.data % 64
+    return room[start : start + size].view(dtype).reshape(shape)
 
 
 def _multiply(values: np.ndarray, scale: np.ndarray, block: tuple[int, int] | None, first: int) -> None:

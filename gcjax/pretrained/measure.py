@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+import jax
 import numpy as np
 import xarray as xr
 from rich.console import Console
@@ -185,6 +186,7 @@ def _read(checkpoint: Checkpoint, unit: Matrix) -> Weight:
     gain = unit.gain
     gain_D = None if gain is None else checkpoint.tensors[gain.tensor].read().astype(np.float32) + np.float32(gain.offset)
     dtype = checkpoint.tensors[unit.parts[0].tensor].dtype
+    w_OI, gain_D = jax.device_put((w_OI, gain_D), may_alias=True)  # on CPU there is then no second copy
     return Weight(f"{unit.projection} {unit.layer}", dtype, w_OI, gain_D, gain is not None and gain.space == "output")
 
 

@@ -17,7 +17,7 @@ has the raw form alone, and its effective form is the same.
 """
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -46,28 +46,33 @@ class Weight(NamedTuple):
 
     name: str  # projection and layer; seeds what is random about it
     dtype: str  # storage
-    w_OI: np.ndarray  # float32
-    gain_D: np.ndarray | None
+    w_OI: jax.Array  # float32
+    gain_D: jax.Array | None
     output: bool  # the gain multiplies the output
 
 
 def draw(weight: Weight, before: Mapping[str, Whole], options: Options) -> tuple[Portrait, dict[str, Whole]]:
     """The portrait of a matrix, and itself where it is small; `before` is the layer before it, where that is small."""
-    energy = float(np.vdot(weight.w_OI, weight.w_OI))
+    w_OI, gain_D = weight.w_OI, weight.gain_D
+    energy = _energy(w_OI, None)
     if not np.isfinite(energy) or energy == 0:
         return {"state": np.array("zero" if energy == 0 else "not finite")}, {}
-    eta = rms_error(weight.w_OI, weight.dtype)
+    eta = rms_error(np.asarray(w_OI), weight.dtype, energy)
     portrait: Portrait = {"state": np.array("measured"), "rounding": np.array(eta)}
-    small = min(weight.w_OI.shape) <= options.exact_below
-    w_OI, wholes = jnp.asarray(weight.w_OI), {}
-    for form, frame in _forms(weight):
-        found = decompose(w_OI, frame, options.rank, options.seed, options.tolerance, options.exact_below)
+    frames: dict[str, Frame | None] = {"raw": None}
+    energies = [energy]
+    if gain_D is not None:
+        frames["effective"] = krylov.gains(gain_D, weight.output)
+        energies.append(_energy(w_OI, gain_D[:, None] if weight.output else gain_D))
+    small, wholes = min(w_OI.shape) <= options.exact_below, {}
+    decomposed = decompose(w_OI, list(frames.values()), options.rank, options.seed, options.tolerance, options.exact_below)
+    for (form, frame), energy, found in zip(frames.items(), energies, decomposed):
         kept = {
             "u": found.u_OK[:, : options.rank],
             "v": found.v_IK[:, : options.rank],
             "s": found.s_K[: options.rank + 1],
             "residual": np.float64(found.residual),
-            "energy": np.float64(energy if frame is None else _energy(w_OI, frame)),
+            "energy": np.float64(energy),
             "passes": np.int64(found.passes),
             "method": np.array(found.method),
         }
@@ -75,29 +80,27 @@ def draw(weight: Weight, before: Mapping[str, Whole], options: Options) -> tuple
             wholes[form] = Whole(framed(w_OI, frame), found)
             if form in before:
                 kept["gram"], kept["sigma2"] = _alignments(before[form], wholes[form])
-        else:
-            z_IN, z_ON = (sketch.probes(d, options.probes, options.seed) for d in w_OI.shape[::-1])
-            probed = sketch.apply_grams(w_OI, frame, z_IN, z_ON, float(kept["energy"]))
-            kept["probed_input"], kept["probed_output"] = map(np.asarray, probed)
         portrait |= {f"{form}/{name}": value for name, value in kept.items()}
-    if weight.gain_D is not None:
-        gain_D = jnp.asarray(weight.gain_D)
-        frames = (krylov.random_frame(jax.random.key(seed), gain_D, weight.output) for seed in _seeds(weight.name, options))
-        portrait["null/output" if weight.output else "null/input"] = np.stack(
-            [null_leading(w_OI, frame, options.seed, 1e-2) for frame in frames]
-        )
+    if not small:
+        z_IN, z_ON = (sketch.probes(d, options.probes, options.seed) for d in w_OI.shape[::-1])
+        probed = sketch.apply_grams(w_OI, list(frames.values()), z_IN, z_ON, energies)
+        for form, (hz_IN, hz_ON) in zip(frames, probed):
+            portrait |= {f"{form}/probed_input": np.asarray(hz_IN), f"{form}/probed_output": np.asarray(hz_ON)}
+    if gain_D is not None:
+        drawn = [krylov.random_frame(jax.random.key(seed), gain_D, weight.output) for seed in _seeds(weight.name, options)]
+        portrait["null/output" if weight.output else "null/input"] = null_leading(w_OI, drawn, options.seed)
     return portrait, wholes
 
 
-def _forms(weight: Weight) -> Iterator[tuple[str, Frame | None]]:
-    yield "raw", None
-    if weight.gain_D is not None:
-        yield "effective", krylov.gains(jnp.asarray(weight.gain_D), weight.output)
+def _energy(w_OI: jax.Array, gain: jax.Array | None) -> float:
+    """`||W||_F^2`, the gain folded in; without a second matrix in memory."""
+    return float(np.sum(np.asarray(_row_squares(w_OI, gain), np.float64)))
 
 
-def _energy(w_OI: jax.Array, frame: Frame) -> float:
-    square_D = np.asarray(jnp.sum(w_OI * w_OI, axis=1 if frame.output else 0), np.float64)
-    return float(square_D @ np.asarray(frame.gain_D, np.float64) ** 2)
+@jax.jit
+def _row_squares(w_OI: jax.Array, gain: jax.Array | None) -> jax.Array:
+    w_OI = w_OI if gain is None else w_OI * gain
+    return jnp.sum(w_OI * w_OI, axis=1)
 
 
 def _seeds(name: str, options: Options) -> list[int]:

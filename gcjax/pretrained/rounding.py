@@ -23,10 +23,11 @@ SYMMETRIC = ("Q3_K", "Q4_0", "Q5_0", "Q6_K", "Q8_0")  # blocks with a scale alon
 _MANTISSA = 1.362  # rms of w over rms of 2^floor(log2 |w|), normal entries
 
 
-def rms_error(w_OI: np.ndarray, dtype: str) -> float:
-    """`eta` of a matrix that was stored as `dtype` (see `files.Tensor`); NaN for a format that is not known."""
+def rms_error(w_OI: np.ndarray, dtype: str, energy: float) -> float:
+    """`eta` of a matrix of `energy` = `||W||_F^2` that was stored as `dtype` (see `files.Tensor`); NaN for a format that is not
+    known."""
     if dtype in SIGNIFICANDS:
-        rms = math.sqrt(float(np.vdot(w_OI, w_OI)) / w_OI.size)
+        rms = math.sqrt(energy / w_OI.size)
         return rms / _MANTISSA * 2.0 ** (1 - SIGNIFICANDS[dtype]) / math.sqrt(12)
     if dtype not in BLOCKS or w_OI.shape[-1] % BLOCKS[dtype][1]:
         return math.nan

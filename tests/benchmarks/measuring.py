@@ -50,12 +50,12 @@ def contenders(w: np.ndarray) -> dict[str, list[tuple[str, Callable[[], np.ndarr
     import jax.numpy as jnp
     from scipy.sparse.linalg import svds
 
-    from gcjax.geometry.krylov import leading_triplets
+    from gcjax.geometry.krylov import Wanted, leading_triplets
 
     w_OI = jax.block_until_ready(jnp.asarray(w))
 
     def krylov(tolerance: float):
-        return lambda: leading_triplets(w_OI, 4, jax.random.key(0), tolerance).v_IK
+        return lambda: leading_triplets(w_OI, [Wanted(None, 4, tolerance, 0)])[0].v_IK
 
     def arpack(k: int, tol: float):
         return lambda: svds(w, k=k, tol=tol, rng=0)[2][::-1][:4].T
@@ -112,13 +112,12 @@ def triplets(gap: float, full: bool) -> None:
         value = statistics.median(seconds[name])
         print(f"{name:24s} {label:18s} {value:6.2f} [{min(seconds[name]):.2f}, {max(seconds[name]):.2f}]  "
               f"1 - |cos| {reached:.0e}  {value / own:5.2f} of gcjax's time")  # fmt: skip
-    import jax
     import jax.numpy as jnp
 
-    from gcjax.geometry.krylov import leading_triplets
+    from gcjax.geometry.krylov import Wanted, leading_triplets
 
     tolerance = float(chosen["gcjax block Krylov"][0].split()[1])
-    passes = leading_triplets(jnp.asarray(w), 4, jax.random.key(0), tolerance).passes
+    passes = leading_triplets(jnp.asarray(w), [Wanted(None, 4, tolerance, 0)])[0].passes
     floor = passes * w.nbytes / bandwidth
     each = f"{w.nbytes / 1e6:.0f} MB at {bandwidth / 1e9:.1f} GB/s"
     print(f"floor: {passes} passes of {each} = {floor:.2f} s; gcjax takes {own / floor:.2f} of it")
@@ -188,8 +187,8 @@ def scale(folder: Path) -> None:
         seconds = facts["seconds"]
         print(f"{name}, {measured} of {layers} layers: {seconds:.0f} s, {size / seconds / 1e6:.0f} MB/s of bf16, "
               f"whole model {seconds / measured * layers / 60:.1f} min; peak memory {facts['peak'] / 1e9:.2f} GB, "
-              f"{(facts['peak'] - facts['start']) / largest:.2f} of its largest matrix in float32 beside the interpreter's "
-              f"{facts['start'] / 1e9:.2f} GB")  # fmt: skip
+              f"{(facts['peak'] - facts['start']) / largest:.2f} of its largest matrix in float32 beside the "
+              f"{facts['start'] / 1e9:.2f} GB of a process that has measured a tiny model")  # fmt: skip
 
 
 def peak_memory() -> int:
@@ -201,12 +200,14 @@ def peak_memory() -> int:
 
 
 def child(path: str, workdir: str) -> None:
-    """Measure in this process; print seconds and peak memory, and memory with everything imported."""
-    import jax
-
+    """Measure in this process; print seconds and peak memory, and memory once every program has been compiled for a tiny
+    model of the same kind."""
     from gcjax.pretrained.measure import measure
+    from gcjax.pretrained.options import Options
 
-    jax.block_until_ready(jax.numpy.ones(3) @ jax.numpy.ones(3))
+    tiny = Path(f"{workdir}-tiny")
+    write_checkpoint(tiny, width=256, hidden=512, heads=8, kv=2, layers=2)
+    measure(str(tiny), f"{tiny}-run", Options(exact_below=0), overwrite=True)
     start = peak_memory()
     begun = time.perf_counter()
     measure(path, workdir, overwrite=True)
