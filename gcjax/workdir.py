@@ -37,7 +37,7 @@ def open_workdir(
         if overwrite and old is not None:
             for path in (workdir / name for name in (*owned, *RENDERED)):
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        if old != record:
+        if overwrite or old != record:
             results.write_whole(kept, json.dumps(record, indent=1).encode())
     except (OSError, ValueError) as error:
         raise GcjaxError(f"the workdir {workdir} cannot be used: {error}") from error

@@ -40,6 +40,16 @@ def test_overwriting_deletes_what_is_ours_and_nothing_else(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "record.json"]
 
 
+@pytest.mark.parametrize("record", [RECORD, RECORD | {"data": "y"}])
+def test_what_was_overwritten_is_reopened(tmp_path, record):
+    _open(tmp_path)
+    (tmp_path / "results.nc").write_text("")
+    _open(tmp_path, record, overwrite=True)
+    (tmp_path / "results.nc").write_text("")
+    assert _open(tmp_path, record) == tmp_path
+    assert (tmp_path / "results.nc").exists()
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_files_of_others_are_never_touched(tmp_path, overwrite):
     (tmp_path / "thesis.tex").write_text("years of work")

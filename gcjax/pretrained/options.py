@@ -18,7 +18,7 @@ class Options:
     draws: int = _option(4, 2, 1000, "random frames for the null of the effective form")
     probes: int = _option(16, 2, 1024, "probes for the gram alignment of a large matrix")
     tolerance: float = _option(1e-4, 1e-7, 0.1, "angle to which a large matrix's leading vectors are computed, radians")
-    exact_below: int = _option(1024, 0, 10**9, "matrices up to this smaller dimension are decomposed whole")
+    exact_below: int = _option(768, 0, 10**9, "matrices up to this smaller dimension are decomposed whole")
     seed: int = _option(0, 0, 2**32 - 1, "of random frames, probes and starting vectors")
 
     def __post_init__(self) -> None:
