@@ -46,10 +46,12 @@ this matrix:
 | captured | form matrix layer | share of `||W||_F^2` in the leading ranks |
 | gap, angle_bound | form matrix layer | as above |
 | flagged (int8) | form matrix pair | as above; 1 too where a matrix is zero or not finite |
+| method (int8) | form matrix layer | how it was decomposed: an index into METHODS; -1 where it was not |
 | passes | form matrix layer | passes over the matrix by Krylov iteration; 0 where it was decomposed whole |
 | rounding_angle | matrix space layer | rms turn of the leading raw vectors that storage may have made, radians |
 | cosine_null | form matrix space | chance level: analytic, or of the effective form that of its gains in random frames |
-| cosine_mean_null_quantile | form matrix space quantile | the same for the mean over all pairs |
+| gram_null | form matrix space | of gram_alignment: 0, or of the effective form that of its gains in random frames |
+| cosine_mean_null_quantile | form matrix space quantile | cosine_null's quantiles, for the mean over all pairs |
 | overlap_null | matrix space rank | k / d |
 | dimension | matrix space | d |
 
@@ -96,7 +98,7 @@ SPACES = ("input", "output")
 NORMS = ("frobenius", "spectral")
 QUANTILES = (0.025, 0.5, 0.975)
 STATUSES = ("finished", "diverged", "unfinished")
-FORMAT = 2
+FORMAT = 3
 
 _PAIRS = ("run", "step", "source", "matrix", "space", "pair")
 _LAYERS = ("run", "step", "source", "matrix", "layer")
@@ -125,6 +127,7 @@ SCHEMA: Mapping[str, tuple[str, ...]] = {
     "gram_null_quantile": ("run", "source", "matrix", "space", "quantile"),
 }
 FORMS = ("raw", "effective")
+METHODS = ("gram64", "krylov", "krylov+gram64")  # of gcjax.geometry.decompose
 _FORM_PAIRS = ("form", "matrix", "space", "pair")
 _FORM_LAYERS = ("form", "matrix", "layer")
 MEASURED: Mapping[str, tuple[str, ...]] = {
@@ -140,9 +143,11 @@ MEASURED: Mapping[str, tuple[str, ...]] = {
     "gap": _FORM_LAYERS,
     "angle_bound": _FORM_LAYERS,
     "flagged": ("form", "matrix", "pair"),
+    "method": _FORM_LAYERS,
     "passes": _FORM_LAYERS,
     "rounding_angle": ("matrix", "space", "layer"),
     "cosine_null": ("form", "matrix", "space"),
+    "gram_null": ("form", "matrix", "space"),
     "cosine_mean_null_quantile": ("form", "matrix", "space", "quantile"),
     "overlap_null": ("matrix", "space", "rank"),
     "dimension": ("matrix", "space"),

@@ -160,6 +160,26 @@ def test_gram_alignment_quantiles_know_the_larger_space_of_rectangular_matrices(
         assert inside == pytest.approx(0.8, abs=4 * np.sqrt(0.8 * 0.2 / 399))
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("rows", [60, 200])
+def test_gram_alignment_of_gains_is_that_of_haar_frames(spread, rows):
+    rng, d, draws = np.random.default_rng(7), 120, 150
+    gain_LD = np.exp(spread * rng.standard_normal(d) + 0.3 * spread * rng.standard_normal((3, d)))
+    spectrum_LM = np.stack([0.9 ** np.arange(min(rows, d)), np.linspace(2, 1, min(rows, d)), 0.7 ** np.arange(min(rows, d))])
+    found = nulls.gram_alignment_of_gains(gain_LD, (spectrum_LM**2).sum(axis=1), (spectrum_LM**4).sum(axis=1))
+    drawn = np.zeros((draws, 3, d, d))
+    for one in drawn:
+        for layer in range(3):
+            frame = np.linalg.qr(rng.standard_normal((d, d)))[0][:, : spectrum_LM.shape[1]] * spectrum_LM[layer]
+            one[layer] = (frame @ frame.T) * np.outer(gain_LD[layer], gain_LD[layer])
+    drawn -= np.trace(drawn, axis1=-2, axis2=-1)[..., None, None] / d * np.eye(d)
+    norms = np.linalg.norm(drawn, axis=(-2, -1))
+    alignment_NP = np.sum(drawn[:, 1:] * drawn[:, :-1], axis=(-2, -1)) / (norms[:, 1:] * norms[:, :-1])
+    error_P = alignment_NP.std(axis=0) / np.sqrt(draws)
+    np.testing.assert_array_less(np.abs(found - alignment_NP.mean(axis=0)), 4 * error_P + 0.015)
+    assert (found > 0.01).all() if spread else (np.abs(found) < 1e-12).all()
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 0.0])
 def test_gram_alignment_quantiles_of_a_lost_layer_are_nan(bad):
     spectrum_LM = np.ones((3, 4)) * [4, 3, 2, 1]

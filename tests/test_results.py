@@ -126,8 +126,8 @@ def test_axes_in_another_order_are_refused(dataset):
 @pytest.mark.parametrize(
     ("attribute", "value", "message"),
     [
-        *(("format", value, r"mine is not a gcjax result of format 2: its attribute 'format' is {!r}")
-          for value in (None, 0, 1, results.FORMAT + 1)),
+        *(("format", value, r"mine is not a gcjax result of format 3: its attribute 'format' is {!r}")
+          for value in (None, 0, 2, results.FORMAT + 1)),
         *(("kind", value, "mine is of no kind that gcjax knows: {!r}") for value in (None, "studies")),
     ],
 )  # fmt: skip
@@ -160,7 +160,7 @@ def test_a_file_that_is_not_netcdf_is_named(tmp_path, content):
 def test_netcdf_of_another_origin_is_refused(tmp_path):
     path = tmp_path / "results.nc"
     xr.Dataset({"x": ("t", [1.0])}).to_netcdf(path, engine="h5netcdf")
-    with pytest.raises(GcjaxError, match=r"results\.nc is not a gcjax result of format 2: its attribute 'format' is None"):
+    with pytest.raises(GcjaxError, match=r"results\.nc is not a gcjax result of format 3: its attribute 'format' is None"):
         results.load(path)
 
 

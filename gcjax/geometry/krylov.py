@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from scipy import linalg
 
 BLOCK = 16  # columns of one pass over the matrix, where many triplets are wanted
-BASIS = 160  # columns of a basis before it restarts from its best Ritz vectors
+STEPS = 10  # blocks of a basis before it restarts from its best Ritz vectors
 SHARP = 4  # leading ranks that must reach the tolerance
 LOOSE = 0.02  # of s_k, the residual that the others must reach: they may lie in a continuum, where no single vector is meant
 GAP_FLOOR = 0.01  # of s_k: nearer neighbours mix, and the pair is flagged; no pass is spent on telling them apart
@@ -165,7 +165,7 @@ def _ritz(u_OB: Array, v_IB: Array, left_Bb: Array, right_Bb: Array) -> tuple[Ar
 
 def fits(shape: tuple[int, ...], rank: int) -> bool:
     """Whether a matrix is large enough for the bases, and `rank` small enough for a block."""
-    return min(shape) >= BASIS + BLOCK and rank <= BLOCK
+    return min(shape) >= BLOCK * (STEPS + 1) and rank <= BLOCK
 
 
 def leading_triplets(w_OI: Float[Array, "O I"], wanted: Sequence[Wanted], restarts: int = 4) -> list[Leading]:
@@ -192,15 +192,16 @@ def leading_triplets(w_OI: Float[Array, "O I"], wanted: Sequence[Wanted], restar
 def _solver(shape: tuple[int, int], dtype: Any, wanted: Wanted, restarts: int) -> Generator[Array, Array, Leading]:
     """The iteration without its products: yields `x` for `A x`, then `y` for `A^T y`, and so on in turn."""
     (o, i), rank, block = shape, wanted.rank, wanted.block
+    columns = block * STEPS
     sharp_K = np.arange(rank) < SHARP
     rounding = 4 * float(jnp.finfo(dtype).eps)  # of s_1; nothing improves below it
     x_Ib = jax.random.uniform(jax.random.key(wanted.seed), (i, block), dtype, -1.0)
     passes = 0
     for _ in range(restarts + 1):
         u_OB, v_IB, v_Ib = _begin(x_Ib, o)
-        h_BB = np.zeros((BASIS + block, BASIS))  # V^T A^T U
-        left_Bb, right_Bb = np.zeros((BASIS + block, block), np.float32), np.zeros((BASIS, block), np.float32)
-        for step in range(BASIS // block):
+        h_BB = np.zeros((columns + block, columns))  # V^T A^T U
+        left_Bb, right_Bb = np.zeros((columns + block, block), np.float32), np.zeros((columns, block), np.float32)
+        for step in range(STEPS):
             old, new = slice(step * block, (step + 1) * block), slice((step + 1) * block, (step + 2) * block)
             u_OB, u_Ob = _add_left((yield v_Ib), u_OB, np.int32(step))
             v_IB, v_Ib, h_Bb, r_bb = _add_right((yield u_Ob), v_IB, np.int32(step))
@@ -228,5 +229,6 @@ def _solver(shape: tuple[int, int], dtype: Any, wanted: Wanted, restarts: int) -
 def _begin(x_Ib: Array, o: int) -> tuple[Array, Array, Array]:
     """Both bases, empty but for the first block on the right; and that block, from what it is to span."""
     v_Ib = jnp.linalg.qr(x_Ib)[0]
-    u_OB, v_IB = jnp.zeros((o, BASIS), x_Ib.dtype), jnp.zeros((len(x_Ib), BASIS + x_Ib.shape[1]), x_Ib.dtype)
+    (i, block), dtype = x_Ib.shape, x_Ib.dtype
+    u_OB, v_IB = jnp.zeros((o, block * STEPS), dtype), jnp.zeros((i, block * (STEPS + 1)), dtype)
     return u_OB, jax.lax.dynamic_update_slice_in_dim(v_IB, v_Ib, 0, axis=1), v_Ib

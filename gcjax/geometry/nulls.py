@@ -42,6 +42,24 @@ def gram_alignment_std(d: int) -> float:
     return (d * (d + 1) / 2 - 1) ** -0.5
 
 
+def gram_alignment_of_gains(gain_LD: np.ndarray, energy_L: np.ndarray, fourth_L: np.ndarray) -> np.ndarray:
+    """Gram alignment `[P]` of adjacent layers `W_l Q_l diag(gain_l)` in independent Haar frames Q_l, in the gains' space.
+
+    It is a ratio of expectations, exact moments of Haar conjugates: equal gains align frames that have nothing in common.
+    `energy` is `||W||_F^2`, `fourth` `||W^T W||_F^2`, the sums of the second and fourth powers of the singular values.
+    """
+    square_LD = gain_LD.astype(np.float64) ** 2
+    d, total_L, fourth_of_gain_L = square_LD.shape[1], square_LD.sum(axis=1), (square_LD**2).sum(axis=1)
+    # E S_ii^2, E S_ij^2 and E S_ii S_jj of S = Q^T (W^T W) Q
+    diagonal_L = (energy_L**2 + 2 * fourth_L) / (d * (d + 2))
+    off_L = (d * fourth_L - energy_L**2) / (d * (d - 1) * (d + 2))
+    both_L = ((d + 1) * energy_L**2 - 2 * fourth_L) / (d * (d - 1) * (d + 2))
+    distinct_L = total_L**2 - fourth_of_gain_L  # sum over i != j of g_i^2 g_j^2
+    norm_L = np.sqrt((1 - 1 / d) * diagonal_L * fourth_of_gain_L + (off_L - both_L / d) * distinct_L)
+    mean_LD = energy_L[:, None] / d * (square_LD - total_L[:, None] / d)
+    return np.sum(mean_LD[1:] * mean_LD[:-1], axis=1) / (norm_L[1:] * norm_L[:-1])
+
+
 def haar_squares(d: int, draws: int, seed: int = 0) -> np.ndarray:
     """Squared entries of `draws` Haar-random orthogonal matrices, `[draws, d, d]` float32."""
     rng = np.random.default_rng(seed)

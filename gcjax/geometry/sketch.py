@@ -50,6 +50,11 @@ def alignment(a: Sketch, b: Sketch, z_DN: np.ndarray) -> tuple[float, float]:
     return float(ab_N.mean() / np.sqrt(aa_N.mean() * bb_N.mean())), float(error)
 
 
+def square_norm(one: Sketch, z_DN: np.ndarray) -> float:
+    """An estimate of `||H||_F^2`."""
+    return float(_products(one, one, z_DN).mean())
+
+
 def _products(a: Sketch, b: Sketch, z_DN: np.ndarray) -> np.ndarray:
     """An estimate of `<H_a, H_b>` from each probe."""
     (a2_K, la_DN), (b2_K, lb_DN) = _leading(a, z_DN), _leading(b, z_DN)

@@ -21,6 +21,7 @@ from gcjax.pretrained.rounding import angle
 from gcjax.provenance import origin
 
 SIDES = ("v", "u")  # singular vectors in the input and in the output space
+_ABSENT = {"flagged": 1, "method": -1}  # of a matrix that was not measured, where it is not NaN; these are int8
 
 
 def collect(plan: Plan, load: Callable[[Matrix], Portrait], options: Options, attributes: Mapping[str, Any]) -> xr.Dataset:
@@ -31,7 +32,7 @@ def collect(plan: Plan, load: Callable[[Matrix], Portrait], options: Options, at
     dims = {"form": results.FORMS, "matrix": matrices, "space": results.SPACES, "pair": layers[1:], "layer": layers,
             "layer_other": layers, "rank": np.arange(1, options.rank + 1), "quantile": results.QUANTILES}  # fmt: skip
     variables: dict[str, np.ndarray] = {
-        name: np.full([len(dims[dim]) for dim in axes], 1 if name == "flagged" else np.nan, np.float32)
+        name: np.full([len(dims[dim]) for dim in axes], _ABSENT.get(name, np.nan), np.float32)
         for name, axes in results.MEASURED.items()
     }
     for m, matrix in enumerate(matrices):
@@ -49,7 +50,7 @@ def collect(plan: Plan, load: Callable[[Matrix], Portrait], options: Options, at
                 index = [places[1:] - 1 if dim == "pair" else places if dim.startswith("layer") else np.arange(size)
                          for dim, size in zip(results.MEASURED[name][2:], value.shape)]  # fmt: skip
                 variables[name][f, m][np.ix_(*index)] = value
-    variables["flagged"] = variables["flagged"].astype(np.int8)
+    variables |= {name: variables[name].astype(np.int8) for name in _ABSENT}
     return results.dataset(
         variables, {name: list(value) for name, value in dims.items()}, {**origin(), **attributes}, "measurement"
     )
@@ -61,8 +62,10 @@ def _of_form(portrait: Portrait, form: str) -> Portrait | None:
         return None
     form = form if f"{form}/u" in portrait else "raw"
     found = {name.partition("/")[2]: value for name, value in portrait.items() if name.startswith(f"{form}/")}
-    drawn = {name: value for name, value in portrait.items() if name.startswith("null/")}
-    return found | (drawn if form == "effective" else {})
+    if form == "effective":
+        found |= {name: value for name, value in portrait.items() if name.startswith("null/")}
+        found |= {name: value for name, value in portrait.items() if name.startswith("raw/")}
+    return found
 
 
 def _stack(stack: Sequence[Portrait | None], shape: tuple[int, int], options: Options) -> dict[str, np.ndarray]:
@@ -92,6 +95,7 @@ def _stack(stack: Sequence[Portrait | None], shape: tuple[int, int], options: Op
         "gap": gap_L,
         "angle_bound": bound_L,
         "flagged": (doubt_L[1:] | doubt_L[:-1]).astype(np.float32),
+        "method": np.array([-1 if p is None else results.METHODS.index(str(p["method"])) for p in stack]),
         "passes": np.stack([_padded(p, "passes", ()) for p in stack]),
     }
     weights_PK = (share_LK[1:] + share_LK[:-1]) / 2
@@ -112,7 +116,26 @@ def _stack(stack: Sequence[Portrait | None], shape: tuple[int, int], options: Op
               for space, d in zip(results.SPACES, (i, o))]  # fmt: skip
     found["cosine_null"] = np.array([level for level, _ in levels])
     found["cosine_mean_null_quantile"] = np.array([quantiles for _, quantiles in levels])
+    found["gram_null"] = np.array([_gram_null(stack, s, shape, probes[s]) for s in range(len(results.SPACES))])
     return found
+
+
+def _gram_null(stack: Sequence[Portrait | None], s: int, shape: tuple[int, int], z_DN: np.ndarray) -> float:
+    """Chance level of the mean gram alignment in space number `s`: what the gains give there in random frames, else 0."""
+    space, side, d = results.SPACES[s], SIDES[s], shape[::-1][s]
+    own = [p for p in stack if p is not None and f"null/{space}" in p]
+    if len(own) < len(stack):
+        return 0.0
+
+    def fourth(p: Portrait) -> float:
+        if "raw/fourth" in p:
+            return float(p["raw/fourth"])
+        x_DK = p[f"raw/{side}"]
+        one = Sketch(p[f"raw/probed_{space}"], x_DK, p["raw/s"][: x_DK.shape[1]])
+        return sketch.square_norm(one, z_DN) + float(p["raw/energy"]) ** 2 / d
+
+    gain_LD, energy_L = np.stack([p["null/gain"] for p in own]), np.array([float(p["raw/energy"]) for p in own])
+    return float(nulls.gram_alignment_of_gains(gain_LD, energy_L, np.array([fourth(p) for p in own])).mean())
 
 
 def _rounding(portrait: Portrait, shape: tuple[int, int]) -> list[float]:

@@ -71,7 +71,7 @@ def measure(
     refusal = circuits.refusal(plan) if with_circuits else None
     if refusal is not None:
         console.print(refusal, highlight=False, markup=False)
-    record = {"fingerprint": files.fingerprint(checkpoint), "options": dataclasses.asdict(options)}
+    record = {"format": results.FORMAT, "fingerprint": files.fingerprint(checkpoint), "options": dataclasses.asdict(options)}
     workdir = open_workdir(Path(workdir), record, overwrite, ("parts", "circuits", "circuits.nc"))
     attributes = {
         "model": model,

@@ -13,7 +13,9 @@ has the raw form alone, and its effective form is the same.
 | FORM/passes, FORM/method | | of Krylov iteration; see `gcjax.geometry.decompose` |
 | FORM/gram, FORM/sigma2 | 2 | exact alignments with the layer before, (input, output); where both matrices are small |
 | FORM/probed_input, FORM/probed_output | I N, O N | `gcjax.geometry.sketch`; where not |
+| FORM/fourth | | `||W^T W||_F^2`, where the matrix was decomposed whole |
 | null/input or null/output | N D | leading vector in the gain's space under each of `draws` random frames |
+| null/gain | D | the gains |
 """
 
 import zlib
@@ -76,6 +78,8 @@ def draw(weight: Weight, before: Mapping[str, Whole], options: Options) -> tuple
             "passes": np.int64(found.passes),
             "method": np.array(found.method),
         }
+        if found.whole:
+            kept["fourth"] = np.float64(np.sum(found.s_K**4))
         if small:
             wholes[form] = Whole(framed(w_OI, frame), found)
             if form in before:
@@ -89,6 +93,7 @@ def draw(weight: Weight, before: Mapping[str, Whole], options: Options) -> tuple
     if gain_D is not None:
         drawn = [krylov.random_frame(jax.random.key(seed), gain_D, weight.output) for seed in _seeds(weight.name, options)]
         portrait["null/output" if weight.output else "null/input"] = null_leading(w_OI, drawn, options.seed)
+        portrait["null/gain"] = np.asarray(gain_D)
     return portrait, wholes
 
 

@@ -22,8 +22,9 @@ PATTERN = "Q, K, Gate and Up are continuous in the input space, O and Down in th
 LEGEND = (
     "Means over pairs of adjacent layers, in brackets the chance level. raw: the matrix as stored; effective: with its norm's "
     "gains folded in, its chance level that of the same spectrum and gains in random frames. v1, u1: |cos| of the leading "
-    "singular vectors in input and output space. Gram: alignment of Gram matrices, chance 0; s2: sigma^2-weighted alignment "
-    "over the spectrum, chance as v1 and u1 of the raw form; both input / output. flag: pairs too close to a tie to trust."
+    "singular vectors in input and output space. Gram: alignment of Gram matrices, its chance level 0 where none is given; "
+    "s2: sigma^2-weighted alignment over the spectrum, chance as v1 and u1 of the raw form; both input / output. flag: pairs "
+    "too close to a tie to trust."
 )
 
 
@@ -36,6 +37,7 @@ class Row:
     cosine: tuple[Interval, Interval]
     chance: tuple[float, float]
     gram: tuple[float, float]
+    gram_chance: tuple[float, float]
     sigma2: tuple[float, float]
     sigma2_missing: tuple[float, float]
     flagged: int
@@ -83,6 +85,7 @@ def _row(one: xr.Dataset, matrix: str, form: str) -> Row:
         cosine=(cosine[0], cosine[1]),
         chance=(chance[0], chance[1]),
         gram=means["gram_alignment"],  # pyright: ignore[reportArgumentType]
+        gram_chance=tuple(map(float, one.gram_null)),  # pyright: ignore[reportArgumentType]
         sigma2=means["sigma2_alignment"],  # pyright: ignore[reportArgumentType]
         sigma2_missing=means["sigma2_missing"],  # pyright: ignore[reportArgumentType]
         flagged=int(one.flagged.sum()),
@@ -142,7 +145,9 @@ def cells(listed: Sequence[Row]) -> list[list[str]]:
     for row in listed:
         cosines = [f"{number(found.value, 3)} ({number(level, 3)})" for found, level in zip(row.cosine, row.chance)]
         sigma2 = [f"{number(value, 3)}{'' if missing == 0 else '+'}" for value, missing in zip(row.sigma2, row.sigma2_missing)]
-        gram = " / ".join(number(value, 3) for value in row.gram)
+        gram = " / ".join(
+            number(value, 3) + (f" ({number(level, 3)})" if level else "") for value, level in zip(row.gram, row.gram_chance)
+        )
         body.append(
             [row.matrix.capitalize(), row.form, *cosines, gram, " / ".join(sigma2), f"{row.flagged}/{row.pairs}", row.verdict]
         )
@@ -152,11 +157,20 @@ def cells(listed: Sequence[Row]) -> list[list[str]]:
 def csv(listed: Sequence[Row]) -> list[list[Any]]:
     """One row a projection and form, with everything."""
     cosines = [f"{label}{part}" for label in LABELS.values() for part in ("", "_low", "_high", "_chance")]
-    others = [f"{name}_{space}" for name in ("gram", "sigma2", "sigma2_missing", "rounding") for space in LABELS]
+    others = [f"{name}_{space}" for name in ("gram", "gram_chance", "sigma2", "sigma2_missing", "rounding") for space in LABELS]
     head = ["matrix", "form", *cosines, *others, "flagged", "pairs", "continuous"]
     body = []
     for row in listed:
         cosines = [(found.value, found.low, found.high, level) for found, level in zip(row.cosine, row.chance)]
-        others = (*row.gram, *row.sigma2, *row.sigma2_missing, *row.stored, row.flagged, row.pairs, row.continuous)
+        others = (
+            *row.gram,
+            *row.gram_chance,
+            *row.sigma2,
+            *row.sigma2_missing,
+            *row.stored,
+            row.flagged,
+            row.pairs,
+            row.continuous,
+        )
         body.append([row.matrix, row.form, *cosines[0], *cosines[1], *others])
     return [head, *body]
