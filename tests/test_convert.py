@@ -315,6 +315,7 @@ def test_missing_fields_have_the_safe_defaults():
     model = _model_section(config | {"rope_scaling": None, "head_dim": None}).model
     assert (model.key_value_heads, model.head_dim, model.norm_eps, model.rope_theta) == (4, 6, 1e-6, 10000.0)
     assert (model.init_std, model.rope_scaling.kind, model.dtype, model.activation) == (0.02, "none", "float32", "silu")
+    assert (model.attention, model.rope, model.value_activation, model.max_length) == ("softmax", True, "none", 0)
     assert (model.qkv_bias, model.qk_norm, model.tied, model.residual, model.norm) == (False, False, False, True, "rmsnorm")
     assert _model_section({**config, "model_type": "qwen3"}).model.head_dim == 128
 
@@ -345,6 +346,14 @@ def test_old_and_new_spellings_of_the_rotary_scaling_and_dtype_mean_the_same():
     assert _model_section(old).model == first == _model_section(oldest).model
     del oldest["rope_scaling"]["original_max_position_embeddings"]
     assert _model_section(oldest).model.rope_scaling.original_max_position_embeddings == 128
+
+
+def test_the_longest_sequence_is_that_of_the_checkpoint_unless_linear_scaling_makes_it_ambiguous():
+    for family in FAMILIES:
+        assert _model_section(_hugging_face(family)).model.max_length == (0 if family == "llama, linear" else 128)
+    metadata, renamed = _gguf(_hugging_face(), _made(_hugging_face()))
+    for changes, expected in (({}, 128), ({"llama.context_length": None}, 0), ({"llama.rope.scale_linear": 4.0}, 0)):
+        assert convert.model_config(metadata | changes, _shapes(renamed), _nothing).model.max_length == expected
 
 
 def test_a_sliding_window_is_noted_where_it_is_used():

@@ -1,5 +1,6 @@
 """The decoder against a forward pass written out by hand, its symmetries, causality, and what its initial weights are."""
 
+import itertools
 import math
 
 import jax
@@ -12,7 +13,7 @@ from matrices import frame
 from ml_collections import ConfigDict
 
 from gcjax.errors import GcjaxError
-from gcjax.models import llama
+from gcjax.models import llama, mlp
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
@@ -31,8 +32,12 @@ BASE = {
     "head_dim": 6,
     "mlp_width": 28,
     "activation": "silu",
+    "attention": "softmax",
+    "value_activation": "none",
     "norm": "rmsnorm",
     "norm_eps": 1e-5,
+    "max_length": 0,
+    "rope": True,
     "rope_theta": 100.0,
     "rope_scaling": UNSCALED,
     "qkv_bias": False,
@@ -89,6 +94,7 @@ ACTIVATIONS = {
     "gelu": lambda x: x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2,
     "relu": lambda x: np.where(x > 0, x, 0),
     "none": lambda x: x,
+    "tanh": np.tanh,
     "radial": lambda x: x * np.tanh(np.linalg.norm(x, axis=-1, keepdims=True)),
 }
 
@@ -133,9 +139,9 @@ def _by_hand(config, stacks, params, tokens):
     def project(name, layer, x, position):
         y = (w[name][layer] @ x + (p[f"{name}_bias"][layer] if config.qkv_bias else 0)).reshape(-1, E)
         if name == "v":
-            return y
+            return [ACTIVATIONS[config.value_activation](head) for head in y]
         y = [_normalize(head, p[f"{name}_norm"][layer], "rmsnorm") for head in y] if config.qk_norm else y
-        return [_turn(head, position, config.rope_theta, config.rope_scaling) for head in y]
+        return [_turn(head, position, config.rope_theta, config.rope_scaling) for head in y] if config.rope else y
 
     def logits(sequence):
         h = [p["embedding"][token] for token in sequence]
@@ -146,8 +152,9 @@ def _by_hand(config, stacks, params, tokens):
                 heads = []
                 for i in range(config.heads):
                     j = i // group
-                    weight = np.exp([q[t][i] @ k[s][j] / np.sqrt(E) for s in range(t + 1)])
-                    heads.append(sum(weight[s] * v[s][j] for s in range(t + 1)) / weight.sum())
+                    weight = np.array([q[t][i] @ k[s][j] / np.sqrt(E) for s in range(t + 1)])
+                    weight = weight / (t + 1) if config.attention == "linear" else np.exp(weight) / np.exp(weight).sum()
+                    heads.append(sum(weight[s] * v[s][j] for s in range(t + 1)))
                 y = w["o"][layer] @ np.concatenate(heads)
                 a = h[t] + y if config.residual else y
                 n = _normalize(a, p.get("mlp_norm", ones)[layer], config.norm)
@@ -168,6 +175,11 @@ VARIANTS = [
     {"norm": "none", "residual": False, "qk_norm": True, "qkv_bias": True, "remat": True},
     {"norm": "layernorm", "tied": True, "scaling": LLAMA3, "rope_theta": 1000.0},
     {"scaling": {"kind": "factors", "factors": (1.0, 1.7, 8.0)}, "depth": 1},
+    {"attention": "linear", "value_activation": "relu", "key_value_heads": 1, "max_length": 9},
+    {"attention": "linear", "rope": False, "head_dim": 5, "value_activation": "radial", "qkv_bias": True},
+    {"attention": "linear", "key_value_heads": 4, "activation": "tanh", "qk_norm": True, "value_activation": "gelu"},
+    {"rope": False, "value_activation": "silu", "qkv_bias": True},
+    {"value_activation": "tanh", "key_value_heads": 1},
 ]
 
 
@@ -186,7 +198,9 @@ def test_every_variant_computes_what_it_says(changes):
 def test_the_variants_cover_what_there_is():
     configs = [_config(**changes) for changes in VARIANTS]
     assert {config.norm for config in configs} == set(llama.NORMS)
-    assert {config.activation for config in configs} == set(ACTIVATIONS)
+    assert {config.activation for config in configs} == set(ACTIVATIONS) == set(mlp.ACTIVATIONS)
+    assert {config.value_activation for config in configs} == set(ACTIVATIONS)
+    assert {(config.attention, config.rope) for config in configs} == set(itertools.product(llama.ATTENTIONS, (True, False)))
     assert {config.rope_scaling.kind for config in configs} == set(llama.ROPE_SCALINGS)
 
 
@@ -197,12 +211,18 @@ def _reach(model, params, length=6):
     def read_T(embedding):  # token s is entry s of the vocabulary, so its row is used at position s alone
         return (model.apply(params | {"embedding": embedding}, jnp.arange(length)[None])[0] * weight_V).sum(-1)
 
-    jacobian_TVD = jax.jit(jax.jacrev(read_T))(params["embedding"])
+    jacobian_TVD = jax.jit(jax.jacfwd(read_T))(params["embedding"])
     return np.linalg.norm(np.asarray(jacobian_TVD, np.float64), axis=-1)[:, :length]
 
 
+NEW = [
+    {"attention": attention, "rope": rope, "value_activation": value}
+    for attention, rope, value in itertools.product(llama.ATTENTIONS, (True, False), ACTIVATIONS)
+]
+
+
 @pytest.mark.parametrize(
-    "changes", [{}, {"key_value_heads": 4, "norm": "layernorm"}, {"qk_norm": True, "remat": True}], ids=str
+    "changes", [*NEW, {"key_value_heads": 4, "norm": "layernorm"}, {"qk_norm": True, "remat": True}], ids=str
 )
 def test_no_logit_depends_on_a_later_token_and_every_one_on_all_before(changes):
     model = _model(**changes)
@@ -248,7 +268,8 @@ def test_rematerialization_changes_neither_loss_nor_gradients_and_is_there():
     assert ["checkpoint" in jaxpr or "remat" in jaxpr for jaxpr in traced] == [False, True]
 
 
-def test_bfloat16_computes_near_float32_with_logits_and_gradients_in_float32(monkeypatch):
+@pytest.mark.parametrize("changes", [{}, {"attention": "linear", "rope": False, "value_activation": "radial"}], ids=str)
+def test_bfloat16_computes_near_float32_with_logits_and_gradients_in_float32(monkeypatch, changes):
     attention = jax.nn.dot_product_attention
 
     def not_strict(*args, **options):  # it promotes bfloat16 itself
@@ -256,7 +277,8 @@ def test_bfloat16_computes_near_float32_with_logits_and_gradients_in_float32(mon
             return attention(*args, **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", not_strict)
-    exact, half = _model(qk_norm=True, qkv_bias=True), _model(qk_norm=True, qkv_bias=True, dtype="bfloat16")
+    changes = changes | {"qk_norm": True, "qkv_bias": True}
+    exact, half = _model(**changes), _model(**changes, dtype="bfloat16")
     params, tokens = _params(exact), jnp.asarray(_tokens())
     a, b = _logits(exact, params, tokens), _logits(half, params, tokens)
     assert b.dtype == np.float32
@@ -314,20 +336,78 @@ def test_a_rotated_residual_stream_is_the_same_network_under_rmsnorm_and_not_und
         assert off < 1e-4 if same else off > 1e-2, norm
 
 
+def _out_of(kernel_LIO, g_EE):
+    """A kernel whose output is that of the given one, each head `x` of it turned to `x g`."""
+    L, I, O = kernel_LIO.shape  # noqa: E741
+    heads_LIHE = kernel_LIO.reshape(L, I, -1, len(g_EE)) @ jnp.asarray(g_EE, jnp.float32)
+    return heads_LIHE.reshape(L, I, O)
+
+
+def _into(kernel_LIO, g_EE):
+    """A kernel that makes of heads `x g` what the given one makes of `x`."""
+    return _out_of(kernel_LIO.swapaxes(1, 2), np.linalg.inv(g_EE).T).swapaxes(1, 2)
+
+
+def _off(model, params, changed):
+    """By how much of the largest logit the changed parameters change any."""
+    expected = _logits(model, params, _tokens())
+    return np.abs(_logits(model, params | changed, _tokens()) - expected).max() / np.abs(expected).max()
+
+
+@pytest.mark.parametrize("attention", llama.ATTENTIONS)
+@pytest.mark.parametrize("key_value_heads", [1, 2, 4])
+def test_queries_and_keys_may_be_turned_together_unless_rotary_embedding_tells_their_entries_apart(attention, key_value_heads):
+    turn = frame(np.random.default_rng(7), BASE["head_dim"])
+    for rope in (False, True):
+        model = _model(attention=attention, key_value_heads=key_value_heads, rope=rope)
+        params = _params(model)
+        off = _off(model, params, {name: _out_of(params[name], turn) for name in ("q", "k")})
+        assert off > 1e-2 if rope else off < 1e-4, off
+        assert _off(model, params, {"q": _out_of(params["q"], turn)}) > 1e-2
+
+
+@pytest.mark.parametrize("attention", llama.ATTENTIONS)
+@pytest.mark.parametrize("value_activation", ACTIVATIONS)
+def test_values_may_change_basis_within_a_head_unless_a_nonlinearity_fixes_it(attention, value_activation):
+    model, rng = _model(attention=attention, value_activation=value_activation), np.random.default_rng(8)
+    params, turn = _params(model), frame(rng, BASE["head_dim"])
+    shear = turn @ np.diag(np.linspace(0.5, 2, len(turn))) @ frame(rng, len(turn))
+    for g_EE, free in ((turn, ("none", "radial")), (shear, ("none",))):
+        off = _off(model, params, {"v": _out_of(params["v"], g_EE), "o": _into(params["o"], g_EE)})
+        assert off < 1e-4 if value_activation in free else off > 1e-2, off
+
+
+@jax.jit
+def _first_order(q, k, v):
+    """(d softmax attention of e q / d e at e = 0, what linear attention makes of it)."""
+    softmax = jax.jvp(lambda q: jax.nn.dot_product_attention(q, k, v, is_causal=True), (0 * q,), (q,))[1]
+    mean = jnp.cumsum(v, 1) / jnp.arange(1, v.shape[1] + 1, dtype="float32")[:, None, None]
+    mean_a = llama.linear_attention(q, k, jnp.ones_like(v))
+    return softmax, llama.linear_attention(q, k, v) - mean_a * jnp.repeat(mean, q.shape[2] // v.shape[2], axis=2)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+def test_linear_attention_is_softmax_to_first_order_in_the_scores_less_the_running_mean(seed):
+    rng = np.random.default_rng(seed)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 7, heads, 6)), jnp.float32) for heads in (4, 2, 2))
+    np.testing.assert_allclose(*_first_order(q, k, v), atol=1e-5)
+
+
+def test_linear_attention_adds_up_long_bfloat16_sequences_in_float32():
+    ones = jnp.ones((1, 1000, 2, 16), jnp.bfloat16)  # a running sum in bfloat16 would stand still after 256 terms
+    found = llama.linear_attention(ones, ones, ones)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(found, np.float32), 4, rtol=2**-7)
+
+
 @pytest.mark.parametrize("activation", ["silu", "none", "radial"])
 def test_hidden_units_may_be_reordered_and_values_turned_within_a_head(activation):
     model = _model(activation=activation)
     params, rng = _params(model), np.random.default_rng(4)
     order = rng.permutation(BASE["mlp_width"])
-    turn = jnp.asarray(frame(rng, BASE["head_dim"]), jnp.float32)
-
-    def within(name, heads, axis):
-        w = params[name] if axis else params[name].swapaxes(1, 2)
-        w = (w.reshape(*w.shape[:2], heads, -1) @ turn).reshape(w.shape)
-        return w if axis else w.swapaxes(1, 2)
-
+    turn = frame(rng, BASE["head_dim"])
     changed = params | {"gate": params["gate"][:, :, order], "up": params["up"][:, :, order]}
-    changed |= {"down": params["down"][:, order], "v": within("v", 2, 1), "o": within("o", 4, 0)}
+    changed |= {"down": params["down"][:, order], "v": _out_of(params["v"], turn), "o": _into(params["o"], turn)}
     expected = _logits(model, params, _tokens())
     np.testing.assert_allclose(_logits(model, changed, _tokens()), expected, rtol=1e-3, atol=1e-5 * np.abs(expected).max())
     changed["o"] = params["o"]
@@ -378,6 +458,15 @@ def test_parameters_are_named_and_have_their_roles():
     assert set(full.roles.values()) == {"matrix", "embedding", "vector"}
     bare = set(jax.eval_shape(_model(norm="none", tied=True).init, jax.random.key(0)))
     assert bare == {"embedding", *llama.MATRICES}
+
+
+def test_attention_position_and_values_change_no_parameter():
+    plain, initial = llama.parameters_per_part(_config()), BASE_INIT(_key(3))
+    for changes in NEW:
+        assert llama.parameters_per_part(_config(**changes)) == plain
+    changed = jax.jit(_model(**NEW[-1]).init)(_key(3))
+    for name, value in initial.items():
+        np.testing.assert_array_equal(changed[name], value, err_msg=name)
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
@@ -437,6 +526,9 @@ def test_the_initial_spread_may_be_traced_and_scales_what_is_drawn():
     ("changes", "message"),
     [
         ({"activation": "sillu"}, "model.activation='sillu' does not exist; did you mean 'silu'"),
+        ({"attention": "liner"}, "model.attention='liner' does not exist; did you mean 'linear'"),
+        ({"value_activation": "elu"}, "model.value_activation='elu' does not exist; did you mean 'relu'"),
+        ({"max_length": -1}, "model.max_length=-1 is negative; .* or 0 for no limit"),
         ({"norm": "batchnorm"}, "model.norm='batchnorm' does not exist; there are: rmsnorm, layernorm"),
         ({"dtype": "float16"}, "model.dtype='float16' does not exist"),
         ({"scaling": {"kind": "yarn"}}, "model.rope_scaling.kind='yarn' does not exist; there are: none, linear"),
@@ -449,3 +541,13 @@ def test_the_initial_spread_may_be_traced_and_scales_what_is_drawn():
 def test_what_does_not_exist_or_fit_is_refused(changes, message):
     with pytest.raises(GcjaxError, match=message):
         _model(**changes)
+
+
+def test_a_sequence_beyond_what_the_model_is_meant_for_is_refused_when_it_is_traced():
+    model = _model(max_length=9)
+    params = _params(model)
+    assert _logits(model, params, _tokens(length=9)).shape == (2, 9, BASE["vocabulary"])
+    for apply in (model.apply, jax.jit(model.apply), lambda *given: jax.eval_shape(model.apply, *given)):
+        with pytest.raises(GcjaxError, match=r"sequence has 10 tokens; cut it to model.max_length=9, or raise it"):
+            apply(params, jnp.asarray(_tokens(length=10)))
+    assert jax.eval_shape(_model(max_length=0).apply, params, _tokens(length=5000)).shape[1] == 5000

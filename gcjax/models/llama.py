@@ -1,8 +1,10 @@
 """A Llama-style decoder (arXiv 2307.09288; 2407.21783 for llama3 scaling): embedding, L equal layers under a scan, head.
 
 A layer maps `h` to `h + attention(n(h))`, then to `h + down(act(gate n(h)) * up n(h))`. Options cover Qwen2 (q/k/v biases)
-and Qwen3 (RMSNorm of each query and key head), and the ablations of arXiv 2605.04971. Axes beside DESIGN's: E, one head's
-dimension, and W = E / 2, its rotary frequencies. Kernels are `[in, out]`; `stacks` turns them into `W[out, in]`.
+and Qwen3 (RMSNorm of each query and key head), the ablations of arXiv 2605.04971, and three that it leaves untested: linear
+attention, no rotary embedding, and a nonlinearity between V and O (`value_activation`). Axes beside DESIGN's: E, one head's
+dimension; W = E / 2, its rotary frequencies; G = H / N, the query heads that share a key/value head; S, the positions that are
+attended to. Kernels are `[in, out]`; `stacks` turns them into `W[out, in]`.
 """
 
 import dataclasses
@@ -19,6 +21,7 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray, Real
 from gcjax.errors import GcjaxError, nearest
 from gcjax.models.mlp import ACTIVATIONS, Model, Params
 
+ATTENTIONS = ("softmax", "linear")
 NORMS = ("rmsnorm", "layernorm", "none")  # layernorm has a gain and no shift: it differs from rmsnorm by its centring alone
 DTYPES = ("float32", "bfloat16")
 ROPE_SCALINGS = ("none", "linear", "llama3", "factors")
@@ -66,6 +69,25 @@ def rotate(
     return jnp.concatenate(turned, axis=-1).astype(x_BTHE.dtype)
 
 
+def linear_attention(
+    q_BTHE: Float[Array, "B T H E"], k_BSNE: Float[Array, "B T N E"], v_BSNE: Float[Array, "B T N E"]
+) -> Float[Array, "B T H E"]:
+    """Causal attention without softmax: the sum over s <= t of (q_t . k_s) v_s / (t sqrt(E)), t counted from 1.
+
+    The scale is softmax's own: as softmax(a)_s = (1 + a_s - mean(a)) / t + O(a^2) for the scores a = q . k / sqrt(E), softmax
+    attention is mean(v) + this - mean(a) mean(v) to first order, and both depend alike on position, length and E.
+    The feature map is the identity, which leaves q and k free to be rotated together, as softmax does: elu + 1, elementwise
+    on both, would break the very symmetry whose breaking is under test. Key/value head n serves query heads nG to nG + G - 1.
+    Scores are in float32; both products accumulate in it, the second from scores in the dtype of v.
+    """
+    (B, T, H, E), N = q_BTHE.shape, k_BSNE.shape[2]
+    q_BTNGE = q_BTHE.reshape(B, T, N, H // N, E)
+    a_BNGTS = jnp.einsum("BTNGE,BSNE->BNGTS", q_BTNGE, k_BSNE, preferred_element_type=jnp.float32)
+    a_BNGTS = jnp.tril(a_BNGTS) / (math.sqrt(E) * jnp.arange(1, T + 1, dtype=jnp.float32)[:, None])
+    y_BTNGE = jnp.einsum("BNGTS,BSNE->BTNGE", a_BNGTS.astype(v_BSNE.dtype), v_BSNE, preferred_element_type=jnp.float32)
+    return y_BTNGE.reshape(B, T, H, E).astype(v_BSNE.dtype)
+
+
 def rms_norm(x: Float[Array, "*B D"], gain_D: Float[Array, " D"], epsilon: float) -> Float[Array, "*B D"]:
     """`gain * x / rms(x)`, computed in float32 whatever the dtype of `x`."""
     x32 = x.astype(jnp.float32)
@@ -84,8 +106,11 @@ class Llama(nn.Module):
     head_dim: int
     mlp_width: int
     activation: str
+    attention: str
+    value_activation: str
     norm: str
     norm_eps: float
+    rope: bool
     frequencies: tuple[float, ...]
     qkv_bias: bool
     qk_norm: bool
@@ -130,13 +155,13 @@ class Llama(nn.Module):
 
     def layer(self, h_BTD: Array, layer: Mapping[str, Array]) -> Array:
         w = {name: value if name.endswith("norm") else value.astype(self.dtype) for name, value in layer.items()}
-        y_BTD = self.attention(self.normalize(h_BTD, w.get("attention_norm")), w)
+        y_BTD = self.attend(self.normalize(h_BTD, w.get("attention_norm")), w)
         h_BTD = h_BTD + y_BTD if self.residual else y_BTD
         x_BTD = self.normalize(h_BTD, w.get("mlp_norm"))
         y_BTD = (ACTIVATIONS[self.activation](x_BTD @ w["gate"]) * (x_BTD @ w["up"])) @ w["down"]
         return h_BTD + y_BTD if self.residual else y_BTD
 
-    def attention(self, x_BTD: Array, w: Mapping[str, Array]) -> Array:
+    def attend(self, x_BTD: Array, w: Mapping[str, Array]) -> Array:
         positions_T = jnp.arange(x_BTD.shape[1])
         frequencies_W = jnp.asarray(self.frequencies, jnp.float32)
 
@@ -144,12 +169,15 @@ class Llama(nn.Module):
             y_BTO = x_BTD @ w[name] + w[f"{name}_bias"] if self.qkv_bias else x_BTD @ w[name]
             y_BTHE = y_BTO.reshape(*y_BTO.shape[:2], -1, self.head_dim)
             if name == "v":
-                return y_BTHE
+                return ACTIVATIONS[self.value_activation](y_BTHE)
             y_BTHE = rms_norm(y_BTHE, w[f"{name}_norm"], self.norm_eps) if self.qk_norm else y_BTHE
-            return rotate(y_BTHE, positions_T, frequencies_W)
+            return rotate(y_BTHE, positions_T, frequencies_W) if self.rope else y_BTHE
 
-        # Its softmax is in float32 whatever the dtype.
-        y_BTHE = jax.nn.dot_product_attention(project("q"), project("k"), project("v"), is_causal=True)
+        q_BTHE, k_BTNE, v_BTNE = project("q"), project("k"), project("v")
+        if self.attention == "linear":
+            y_BTHE = linear_attention(q_BTHE, k_BTNE, v_BTNE)
+        else:  # its softmax is in float32 whatever the dtype
+            y_BTHE = jax.nn.dot_product_attention(q_BTHE, k_BTNE, v_BTNE, is_causal=True)
         return y_BTHE.reshape(*y_BTHE.shape[:2], -1) @ w["o"]
 
     def normalize(self, x_BTD: Array, gain_D: Array | None) -> Array:
@@ -169,11 +197,16 @@ def stacks(params: Mapping[str, Array]) -> dict[str, Array]:
 def build(config: Any) -> Model:
     """The decoder that `config` (the study's `model` section) describes; `init_std` may be traced.
 
-    Raises `GcjaxError` for an activation, norm, dtype or rotary scaling that does not exist, and for heads that do not fit.
+    `value_activation` acts on each key/value head's values before they are mixed: `radial` takes the norm of one head.
+    `max_length` is the most tokens that a sequence may have, those the model is meant for; 0 sets no limit.
+    Raises `GcjaxError` for an activation, attention, norm, dtype or rotary scaling that does not exist, for heads that do
+    not fit and for a negative `max_length`; `apply` does, when it is traced, for tokens beyond `max_length`.
     """
     scaling = config["rope_scaling"]
     for field, value, known in (
         ("activation", config["activation"], ACTIVATIONS),
+        ("attention", config["attention"], ATTENTIONS),
+        ("value_activation", config["value_activation"], ACTIVATIONS),
         ("norm", config["norm"], NORMS),
         ("dtype", config["dtype"], DTYPES),
         ("rope_scaling.kind", scaling["kind"], ROPE_SCALINGS),
@@ -183,11 +216,14 @@ def build(config: Any) -> Model:
     heads, shared, head_dim = config["heads"], config["key_value_heads"], config["head_dim"]
     if heads % shared:
         raise GcjaxError(f"model.heads={heads} is no multiple of model.key_value_heads={shared}; each serves as many heads")
-    if head_dim % 2:
+    if config["rope"] and head_dim % 2:
         raise GcjaxError(f"model.head_dim={head_dim} is odd; rotary embedding turns pairs of entries, so make it even")
     if scaling["kind"] == "factors" and len(scaling["factors"]) != head_dim // 2:
         found = len(scaling["factors"])
         raise GcjaxError(f"model.rope_scaling.factors has {found} entries; head_dim={head_dim} needs {head_dim // 2}")
+    longest = config["max_length"]
+    if longest < 0:
+        raise GcjaxError(f"model.max_length={longest} is negative; give the longest sequence's tokens, or 0 for no limit")
     turning = frequencies(head_dim, config["rope_theta"], scaling)
     fields = {field.name: config[field.name] for field in dataclasses.fields(Llama) if field.name in config}
     module = Llama(**fields, frequencies=tuple(turning.tolist()))
@@ -196,6 +232,9 @@ def build(config: Any) -> Model:
         return dict(module.init(key, jnp.zeros((1, 1), jnp.int32))["params"])
 
     def apply(params: Params, tokens_BT: Array) -> Any:
+        length = tokens_BT.shape[-1]
+        if 0 < longest < length:
+            raise GcjaxError(f"the sequence has {length} tokens; cut it to model.max_length={longest}, or raise it")
         return module.apply({"params": params}, tokens_BT)
 
     return Model(init, apply, stacks, ROLES)

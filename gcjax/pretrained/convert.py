@@ -121,7 +121,7 @@ def _from_hugging_face(config: Mapping[str, Any], shapes: Shapes) -> Source:
         "init_std": float(config.get("initializer_range", 0.02)),
         "dtype": "bfloat16" if str(config.get("dtype") or config.get("torch_dtype")).endswith("bfloat16") else "float32",
     }
-    return Source(_section(model, family), "safetensors", _window_note(window))
+    return Source(_section(model, family, config.get("max_position_embeddings")), "safetensors", _window_note(window))
 
 
 def _from_gguf(config: Mapping[str, Any], shapes: Shapes, read: Read) -> Source:
@@ -178,12 +178,17 @@ def _from_gguf(config: Mapping[str, Any], shapes: Shapes, read: Read) -> Source:
         "dtype": "float32",
     }
     format = "gguf-permuted" if family == "llama" else "gguf"
-    return Source(_section(model, family), format, _window_note(get("attention.sliding_window", None)))
+    longest = get("context_length", None)
+    return Source(_section(model, family, longest), format, _window_note(get("attention.sliding_window", None)))
 
 
-def _section(model: dict[str, Any], family: str) -> ConfigDict:
-    same = {"kind": "llama", "norm": "rmsnorm", "residual": True, "remat": False}
-    return ConfigDict(model | same | {"qkv_bias": family == "qwen2", "qk_norm": family == "qwen3"})
+def _section(model: dict[str, Any], family: str, longest: int | None) -> ConfigDict:
+    same = {"kind": "llama", "attention": "softmax", "value_activation": "none", "norm": "rmsnorm", "rope": True,
+            "residual": True, "remat": False}  # fmt: skip
+    # Some checkpoints with linear scaling name the context from before it, some the one that it stretches that to.
+    known = int(longest) if longest and model["rope_scaling"]["kind"] != "linear" else 0
+    own = {"max_length": known, "qkv_bias": family == "qwen2", "qk_norm": family == "qwen3"}
+    return ConfigDict(model | same | own)
 
 
 def _family(name: Any, field: str) -> str:
