@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from matrices import frame, matrix, sine
 
 from gcjax.geometry import krylov, nulls, sketch
-from gcjax.geometry.continuity import gram_alignment
-from gcjax.geometry.decompose import decompose, framed, gram64, null_leading
+from gcjax.geometry.continuity import gram_alignment, sigma2_alignment
+from gcjax.geometry.decompose import alignments, decompose, framed, gram64, null_leading
 from gcjax.geometry.krylov import Wanted
 
 SHAPES = ((200, 300), (300, 200), (176, 176))
@@ -190,6 +190,25 @@ def test_a_sketched_gram_alignment_is_the_exact_one_within_its_error(shape):
                 deviations.append((value - exact[space][pair]) / error)
     assert abs(np.mean(deviations)) < 0.4
     assert 0.7 < np.std(deviations) < 1.5
+
+
+@pytest.mark.parametrize("spread", [1.0, 1e-3])
+@pytest.mark.parametrize("shape", [(30, 20), (20, 30), (24, 24)])
+def test_alignments_of_whole_decompositions_are_those_of_the_matrices(shape, spread):
+    rng, k = np.random.default_rng(13), min(shape)
+    base, first, second = (matrix(rng, *shape, 1 + spread * np.linspace(1, 0, k)).astype(np.float32) for _ in range(3))
+    layers = [base, (base + spread * first).astype(np.float32), second]
+    found = [decompose(jnp.asarray(w_OI), [None], 4, 0, TOLERANCE, 100)[0] for w_OI in layers]
+    for pair in (0, 1):
+        gram, sigma2 = alignments(found[pair], found[pair + 1])
+        for space, sides in enumerate((("v_IK", False), ("u_OK", True))):
+            stack = [w.astype(np.float64).T if sides[1] else w.astype(np.float64) for w in layers[pair : pair + 2]]
+            grams = [w.T @ w - np.vdot(w, w) / w.shape[1] * np.eye(w.shape[1]) for w in stack]
+            expected = np.vdot(*grams) / np.prod([np.linalg.norm(g) for g in grams])
+            assert gram[space] == pytest.approx(expected, abs=1e-5 if spread == 1 else 2e-3)
+            x_2DK = jnp.stack([getattr(one, sides[0]) for one in found[pair : pair + 2]])
+            s_2K = jnp.stack([one.s_K for one in found[pair : pair + 2]]).astype(jnp.float32)
+            assert sigma2[space] == pytest.approx(float(sigma2_alignment(x_2DK, s_2K)[0]), abs=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(30, 20), (20, 30)])

@@ -75,6 +75,28 @@ def gram64(w_OI: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]
     return u_OI.astype(np.float32), s_I, v_II.astype(np.float32), residual
 
 
+def alignments(a: Decomposition, b: Decomposition) -> tuple[np.ndarray, np.ndarray]:
+    """Gram and sigma^2-weighted alignment (`gcjax.geometry.continuity`), each over (input, output), of two matrices of one
+    shape from all their triplets: `<W W^T, W' W'^T> = sum_ij s_i^2 s'_j^2 <u_i, u'_j>^2`, so no Gram matrix is formed."""
+    square_aM, square_bM = a.s_K**2, b.s_K**2
+    share_M = (square_aM / square_aM.sum() + square_bM / square_bM.sum()) / 2
+    gram, sigma2 = [], []
+    for x_DM, y_DM in ((a.v_IK, b.v_IK), (a.u_OK, b.u_OK)):
+        cosine_MM = x_DM.T @ y_DM
+        sigma2.append(share_M @ np.abs(np.diagonal(cosine_MM)))
+        gram.append(_traceless_cosine(square_aM, square_bM, (cosine_MM**2).astype(np.float64), len(x_DM)))
+    return np.asarray(gram, np.float32), np.asarray(sigma2, np.float32)
+
+
+def _traceless_cosine(a_M: np.ndarray, b_M: np.ndarray, square_MM: np.ndarray, d: int) -> float:
+    """Cosine of the traceless parts of two matrices of dimension d with eigenvalues `a`, `b` and d - M zeros."""
+    if d == len(a_M):  # the trace first: of nearly equal eigenvalues it would cancel all digits
+        a_M, b_M = a_M - a_M.mean(), b_M - b_M.mean()
+    product = a_M @ square_MM @ b_M - a_M.sum() * b_M.sum() / d
+    norms = [x_M @ x_M - x_M.sum() ** 2 / d for x_M in (a_M, b_M)]
+    return float(product / np.sqrt(norms[0] * norms[1]))
+
+
 def null_leading(w_OI: jax.Array, frames: Sequence[Frame], seed: int) -> np.ndarray:
     """The leading vector `[N, D]`, on the frames' side, of the matrix in N random frames: what its spectrum and the gains give
     alone. To an angle that a mean over draws does not feel."""

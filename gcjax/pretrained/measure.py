@@ -30,12 +30,13 @@ from threadpoolctl import ThreadpoolController
 
 from gcjax import results
 from gcjax.errors import GcjaxError
+from gcjax.geometry.decompose import Decomposition
 from gcjax.pretrained import architectures, circuits, files, sources
 from gcjax.pretrained.architectures import Matrix, Plan
 from gcjax.pretrained.collect import collect
 from gcjax.pretrained.files import Checkpoint
 from gcjax.pretrained.options import Options
-from gcjax.pretrained.portrait import Portrait, Weight, Whole, draw
+from gcjax.pretrained.portrait import Portrait, Weight, draw
 from gcjax.workdir import open_workdir
 
 
@@ -204,9 +205,9 @@ def _measure(
     todo = [i for i in own if not _part(folder, units[i]).exists()]
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("matrices, {task.description}"), TimeElapsedColumn(),
                TimeRemainingColumn())  # fmt: skip
-    latest: tuple[int, dict[str, Whole]] = (-1, {})
+    latest: tuple[int, dict[str, Decomposition]] = (-1, {})
 
-    def before(i: int) -> Mapping[str, Whole]:
+    def before(i: int) -> Mapping[str, Decomposition]:
         """The whole of the layer before; drawn again where this process has not just done so."""
         if i == 0 or units[i - 1].projection != units[i].projection or min(units[i].shape) > options.exact_below:
             return {}

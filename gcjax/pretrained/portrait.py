@@ -27,20 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from gcjax.geometry import krylov, sketch
-from gcjax.geometry.continuity import gram_alignment, sigma2_alignment
-from gcjax.geometry.decompose import Decomposition, decompose, framed, null_leading
+from gcjax.geometry.decompose import Decomposition, alignments, decompose, null_leading
 from gcjax.geometry.krylov import Frame
 from gcjax.pretrained.options import Options
 from gcjax.pretrained.rounding import rms_error
 
 Portrait = dict[str, np.ndarray]
-
-
-class Whole(NamedTuple):
-    """All of a matrix that is small enough to be compared with its neighbour exactly; by form."""
-
-    w_OI: np.ndarray
-    found: Decomposition
 
 
 class Weight(NamedTuple):
@@ -53,8 +45,8 @@ class Weight(NamedTuple):
     output: bool  # the gain multiplies the output
 
 
-def draw(weight: Weight, before: Mapping[str, Whole], options: Options) -> tuple[Portrait, dict[str, Whole]]:
-    """The portrait of a matrix, and itself where it is small; `before` is the layer before it, where that is small."""
+def draw(weight: Weight, before: Mapping[str, Decomposition], options: Options) -> tuple[Portrait, dict[str, Decomposition]]:
+    """The portrait of a matrix and, by form, all its triplets where it is small; `before` has those of the layer before it."""
     w_OI, gain_D = weight.w_OI, weight.gain_D
     energy = _energy(w_OI, None)
     if not np.isfinite(energy) or energy == 0:
@@ -68,7 +60,7 @@ def draw(weight: Weight, before: Mapping[str, Whole], options: Options) -> tuple
         energies.append(_energy(w_OI, gain_D[:, None] if weight.output else gain_D))
     small, wholes = min(w_OI.shape) <= options.exact_below, {}
     decomposed = decompose(w_OI, list(frames.values()), options.rank, options.seed, options.tolerance, options.exact_below)
-    for (form, frame), energy, found in zip(frames.items(), energies, decomposed):
+    for form, energy, found in zip(frames, energies, decomposed):
         kept = {
             "u": found.u_OK[:, : options.rank],
             "v": found.v_IK[:, : options.rank],
@@ -81,9 +73,9 @@ def draw(weight: Weight, before: Mapping[str, Whole], options: Options) -> tuple
         if found.whole:
             kept["fourth"] = np.float64(np.sum(found.s_K**4))
         if small:
-            wholes[form] = Whole(framed(w_OI, frame), found)
+            wholes[form] = found
             if form in before:
-                kept["gram"], kept["sigma2"] = _alignments(before[form], wholes[form])
+                kept["gram"], kept["sigma2"] = alignments(before[form], found)
         portrait |= {f"{form}/{name}": value for name, value in kept.items()}
     if not small:
         z_IN, z_ON = (sketch.probes(d, options.probes, options.seed) for d in w_OI.shape[::-1])
@@ -112,24 +104,3 @@ def _seeds(name: str, options: Options) -> list[int]:
     """Other frames for every matrix and draw."""
     state = np.random.SeedSequence([options.seed, zlib.crc32(name.encode())]).generate_state(options.draws)
     return [int(seed) for seed in state]
-
-
-def _alignments(a: Whole, b: Whole) -> tuple[np.ndarray, np.ndarray]:
-    """Gram and sigma^2-weighted alignment of two matrices, each over (input, output)."""
-    w_2OI = jnp.stack([a.w_OI, b.w_OI])
-    s_2K = jnp.stack([a.found.s_K, b.found.s_K]).astype(jnp.float32)
-    spaces = (jnp.stack([a.found.v_IK, b.found.v_IK]), jnp.stack([a.found.u_OK, b.found.u_OK]))
-    gram = [_gram(w_2OI)[0], _gram(w_2OI.swapaxes(1, 2))[0]]
-    return np.asarray(gram, np.float32), np.asarray([_sigma2(x_2DK, s_2K)[0] for x_2DK in spaces], np.float32)
-
-
-@jax.jit
-def _gram(w_LOI: jax.Array) -> jax.Array:
-    with jax.default_matmul_precision("highest"):
-        return gram_alignment(w_LOI)
-
-
-@jax.jit
-def _sigma2(x_LDK: jax.Array, s_LK: jax.Array) -> jax.Array:
-    with jax.default_matmul_precision("highest"):
-        return sigma2_alignment(x_LDK, s_LK)
