@@ -17,8 +17,8 @@ A trained study's dataset (kind "study") has these variables (float32 unless not
 | drift | run step matrix space layer | angle to the leading vector at the run's snapshot of highest continuity, radians |
 | update_ratio | run step matrix layer norm | `||W_t - W_0|| / ||W_0||`, Frobenius and spectral |
 | loss, loss_max | run step | training loss since the previous snapshot, mean and maximum, nats |
-| test_loss, test_accuracy | run step | on the held-out images: nats; fraction |
-| spectrum | run source matrix layer singular | all singular values at the last snapshot |
+| test_loss, test_accuracy | run step | on held-out data: nats (an image, a token); fraction |
+| spectrum | run source matrix layer singular | all singular values at the last snapshot, then NaN where others have more |
 | cosine_null | matrix space | mean of `|cos|` of two random directions |
 | cosine_null_quantile | matrix space quantile | its quantiles, one pair |
 | cosine_mean_null_quantile | matrix space quantile | the same for the mean over all pairs of one run |
@@ -28,7 +28,7 @@ A trained study's dataset (kind "study") has these variables (float32 unless not
 Coordinates on `run`: `point` (the sweep's name for it), `variant`, `seed`, `status` (finished, diverged, unfinished) and every
 swept hyperparameter under its dotted config path. A diverged run keeps NaN from the snapshot at which it diverged on; NaN
 cosines of a finite run belong to zero matrices (the update and the cumulative gradient at step 0). Attributes are strings or
-numbers: `config`, `versions`, `data` and `sweep` (the swept paths) are JSON.
+numbers: `config`, `versions`, `data`, `throughput` and `sweep` (the swept paths) are JSON.
 
 A measured checkpoint's dataset (kind "measurement"; `MEASURED`). `form` is raw (as stored) or effective (the norm's gains
 folded in; equal to raw where there are none). A pair is labelled by its second layer, and is of the layer before it that has
@@ -172,7 +172,7 @@ CIRCUITS: Mapping[str, tuple[str, ...]] = {
 }
 RUN_COORDS = ("point", "variant", "seed", "status")
 _ORIGIN = ("format", "kind", "versions", "device", "git_revision", "wall_seconds")
-ATTRIBUTES = (*_ORIGIN, "study", "config", "sweep", "data")
+ATTRIBUTES = (*_ORIGIN, "study", "config", "sweep", "data", "throughput")
 
 
 class Kind(NamedTuple):

@@ -88,6 +88,12 @@ def linear_attention(
     return y_BTNGE.reshape(B, T, H, E).astype(v_BSNE.dtype)
 
 
+def dense(x_BTI: Float[Array, "B T I"], w_IO: Float[Array, "I O"], dtype: Any = None) -> Float[Array, "B T O"]:
+    """`x W` as one product of two matrices: over two axes of tokens, XLA's CPU backend copies what the gradient of W needs."""
+    y_NO = jnp.matmul(x_BTI.reshape(-1, x_BTI.shape[-1]), w_IO, preferred_element_type=dtype)
+    return y_NO.reshape(*x_BTI.shape[:-1], -1)
+
+
 def rms_norm(x: Float[Array, "*B D"], gain_D: Float[Array, " D"], epsilon: float) -> Float[Array, "*B D"]:
     """`gain * x / rms(x)`, computed in float32 whatever the dtype of `x`."""
     x32 = x.astype(jnp.float32)
@@ -151,14 +157,14 @@ class Llama(nn.Module):
         h_BTD, _ = jax.lax.scan(lambda h, layer: (step(h, layer), None), h_BTD, layers)
         if self.norm != "none":
             h_BTD = self.normalize(h_BTD, self.param("final_norm", ones, (D,)))
-        return jnp.matmul(h_BTD, head_DV.astype(self.dtype), preferred_element_type=jnp.float32)
+        return dense(h_BTD, head_DV.astype(self.dtype), jnp.float32)
 
     def layer(self, h_BTD: Array, layer: Mapping[str, Array]) -> Array:
         w = {name: value if name.endswith("norm") else value.astype(self.dtype) for name, value in layer.items()}
         y_BTD = self.attend(self.normalize(h_BTD, w.get("attention_norm")), w)
         h_BTD = h_BTD + y_BTD if self.residual else y_BTD
         x_BTD = self.normalize(h_BTD, w.get("mlp_norm"))
-        y_BTD = (ACTIVATIONS[self.activation](x_BTD @ w["gate"]) * (x_BTD @ w["up"])) @ w["down"]
+        y_BTD = dense(ACTIVATIONS[self.activation](dense(x_BTD, w["gate"])) * dense(x_BTD, w["up"]), w["down"])
         return h_BTD + y_BTD if self.residual else y_BTD
 
     def attend(self, x_BTD: Array, w: Mapping[str, Array]) -> Array:
@@ -166,7 +172,7 @@ class Llama(nn.Module):
         frequencies_W = jnp.asarray(self.frequencies, jnp.float32)
 
         def project(name: str) -> Array:
-            y_BTO = x_BTD @ w[name] + w[f"{name}_bias"] if self.qkv_bias else x_BTD @ w[name]
+            y_BTO = dense(x_BTD, w[name]) + w[f"{name}_bias"] if self.qkv_bias else dense(x_BTD, w[name])
             y_BTHE = y_BTO.reshape(*y_BTO.shape[:2], -1, self.head_dim)
             if name == "v":
                 return ACTIVATIONS[self.value_activation](y_BTHE)
@@ -178,7 +184,7 @@ class Llama(nn.Module):
             y_BTHE = linear_attention(q_BTHE, k_BTNE, v_BTNE)
         else:  # its softmax is in float32 whatever the dtype
             y_BTHE = jax.nn.dot_product_attention(q_BTHE, k_BTNE, v_BTNE, is_causal=True)
-        return y_BTHE.reshape(*y_BTHE.shape[:2], -1) @ w["o"]
+        return dense(y_BTHE.reshape(*y_BTHE.shape[:2], -1), w["o"])
 
     def normalize(self, x_BTD: Array, gain_D: Array | None) -> Array:
         if gain_D is None:

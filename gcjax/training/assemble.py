@@ -12,7 +12,7 @@ from gcjax import config as configs
 from gcjax import results
 from gcjax.geometry import nulls
 from gcjax.provenance import origin
-from gcjax.training import sweep
+from gcjax.training import problem, sweep, throughput
 from gcjax.training.checkpoint import History
 from gcjax.training.executor import boundaries, full_steps, snapshot_steps
 
@@ -28,14 +28,15 @@ def assemble(
     joined = {name: _run_first(name, [history[name] for history in histories])[order] for name in histories[0]}
     steps = snapshot_steps(config)
     full = [steps.index(step) for step in full_steps(config)]
-    names = [name.partition("/")[0] for name in joined if name.endswith("/cosine")]
+    measured = {name.partition("/")[0] for name in joined if name.endswith("/cosine")}
+    names = [name for name in problem.build(listed[0].config).roles if name in measured]  # in the model's order
     variables: dict[str, np.ndarray] = {
         name: _matrices(joined, names, name, axis=3) for name in ("cosine", "overlap", "sigma", "gap", "angle_bound", "flagged")
     }
     for name in ("gram_alignment", "sigma2_alignment", "layer_cosine"):
         variables[name] = _matrices(joined, names, name, axis=3)[:, full]
     variables["transfer"] = _matrices(joined, names, "transfer", axis=2)
-    variables["spectrum"] = _matrices(joined, names, "spectrum", axis=2)
+    variables["spectrum"] = np.stack(_padded([joined[f"{name}/spectrum"] for name in names]), axis=2)
     variables["drift"] = np.stack([_drift(joined, name) for name in names], axis=2)
     variables["update_ratio"] = _update_ratio(_matrices(joined, names, "norm", axis=3), variables["sigma"][..., 0])
     variables |= _losses(joined, boundaries(config), steps)
@@ -69,6 +70,7 @@ def assemble(
         **origin(),
         "data": json.dumps(dict(provenance)),
         "wall_seconds": seconds,
+        "throughput": json.dumps(throughput.of_runs(listed, joined["chunk/seconds"], boundaries(config), steps)),
     }
     return results.dataset({name: _narrow(value) for name, value in variables.items()}, coords, attrs)
 
@@ -86,6 +88,13 @@ def _run_first(name: str, parts: Sequence[np.ndarray]) -> np.ndarray:
 
 def _matrices(joined: Mapping[str, np.ndarray], names: Sequence[str], label: str, axis: int) -> np.ndarray:
     return np.stack([joined[f"{name}/{label}"] for name in names], axis=axis)
+
+
+def _padded(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The arrays with NaN at the end of their last axis, as long as the longest."""
+    longest = max(part.shape[-1] for part in parts)
+    return [np.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, longest - part.shape[-1])], constant_values=np.nan)
+            for part in parts]  # fmt: skip
 
 
 def _drift(joined: Mapping[str, np.ndarray], name: str) -> np.ndarray:
@@ -140,7 +149,12 @@ def _nulls(dims: Mapping[str, tuple[int, int]], variables: Mapping[str, np.ndarr
             [
                 [
                     [
-                        _both(lambda d, s_LK=spectrum_LK: nulls.gram_alignment_quantile(q, s_LK, squares[d]), dims[name])
+                        _both(
+                            lambda d, s_LK=spectrum_LK[:, : min(dims[name])]: nulls.gram_alignment_quantile(
+                                q, s_LK, squares[d]
+                            ),
+                            dims[name],
+                        )
                         for name, spectrum_LK in zip(dims, spectrum_MLK)
                     ]
                     for spectrum_MLK in spectrum_AMLK

@@ -11,12 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from gcjax.training import checkpoint
+from gcjax.errors import GcjaxError
+from gcjax.training import checkpoint, feed
 from gcjax.training.checkpoint import History
 from gcjax.training.sweep import Pack
-from gcjax.training.train import Programs, programs
+from gcjax.training.train import DATA, Programs, programs
 
 LAST_ONLY = ("spectrum",)  # measures of which the history keeps the last snapshot alone
 Report = Callable[[Pack, int], None]  # pack, steps done
@@ -54,25 +56,35 @@ def boundaries(config: ConfigDict) -> list[int]:
     return sorted({*snapshot_steps(config), *range(0, config.train.steps, config.train.chunk)})
 
 
-def train_on_accelerators(
-    packs: Sequence[Pack], config: ConfigDict, data: Any, directory: Path, report: Report, stop: threading.Event
+def groups(config: ConfigDict) -> list[list[Any]]:
+    """This process's devices, `executor.data_devices` a group: each trains one pack at a time.
+
+    Raises `GcjaxError` where there are not as many.
+    """
+    devices, size = jax.local_devices(), config.executor.data_devices
+    if len(devices) < size:
+        raise GcjaxError(f"executor.data_devices={size}, but there are {len(devices)} {devices[0].platform} devices here")
+    return [devices[i : i + size] for i in range(0, len(devices) - size + 1, size)][: config.executor.workers or None]
+
+
+def train_on_devices(
+    packs: Sequence[Pack], config: ConfigDict, arrays: Any, directory: Path, report: Report, stop: threading.Event
 ) -> None:
-    """Train every pack, one at a time on each local device, a thread a device.
+    """Train every pack, one at a time on each group of local devices, a thread a group.
 
     Set `stop` to make every device finish its chunk, save and raise `Stopped`. The first error of any pack stops the others
     in the same way and is raised.
     """
     waiting, errors = deque(packs), list[BaseException]()
 
-    def work(device: Any) -> None:
+    def work(devices: list[Any]) -> None:
         try:
-            train_queue(_drain(waiting), config, jax.device_put(data, device), device, directory, report, stop)
+            train_queue(_drain(waiting), config, arrays, devices, directory, report, stop)
         except BaseException as error:  # whatever it is, it is raised again in the caller's thread
             errors.append(error)
             stop.set()
 
-    devices = jax.local_devices()[: config.executor.workers or None]
-    threads = [threading.Thread(target=work, args=(device,), name=str(device)) for device in devices]
+    threads = [threading.Thread(target=work, args=(group,), name=str(group)) for group in groups(config)]
     for thread in threads:
         thread.start()
     try:
@@ -93,16 +105,18 @@ def _drain(waiting: deque[Pack]) -> Iterator[Pack]:
 
 
 def train_queue(
-    waiting: Iterable[Pack], config: ConfigDict, data: Any, device: Any, directory: Path, report: Report,
+    waiting: Iterable[Pack], config: ConfigDict, arrays: Any, devices: Sequence[Any], directory: Path, report: Report,
     stop: threading.Event,
 ) -> None:  # fmt: skip
-    """Train packs on one device until none is left; neighbours of one group share programs."""
+    """Train packs on one group of devices until none is left; neighbours of one program share it."""
     key, compiled = None, None
-    with jax.default_device(device):
+    where = devices[0] if len(devices) == 1 else NamedSharding(Mesh(np.asarray(devices), (DATA,)), PartitionSpec())
+    data = feed.place(config, arrays, where)
+    with jax.default_device(devices[0]):
         for pack in waiting:
             if compiled is None or key != (pack.static, len(pack.runs)):
                 key = (pack.static, len(pack.runs))
-                compiled = programs(*key)
+                compiled = programs(*key, where)
             train_pack(pack, compiled, config, data, directory / pack.name, partial(report, pack), stop)
 
 
@@ -126,7 +140,7 @@ def train_pack(
     ends, snapshots, full = boundaries(config), snapshot_steps(config), full_steps(config)
     traced = {path: jnp.asarray(values, jnp.float32) for path, values in pack.traced().items()}
     state, initial = compiled.init(jnp.asarray([run.seed for run in pack.runs], jnp.uint32), traced)
-    history, done = {}, -1
+    history, done, seen = {}, -1, time.monotonic()
     resumed = checkpoint.restore(directory, state)
     if resumed is not None:
         done, state, history = resumed
@@ -134,7 +148,10 @@ def train_pack(
 
     def collect(pending: tuple[int, Any, Any]) -> bool:
         """Move one chunk's numbers to the host; whether any run is still alive."""
+        nonlocal seen
         end, losses, metrics = jax.device_get(pending)
+        seen, before = time.monotonic(), seen
+        losses["seconds"] = np.full(len(pack.runs), seen - before, np.float32)  # until here since the last chunk was
         _write(history, "chunk", ends.index(end), len(ends), losses)
         if metrics is not None:
             _write(history, "", snapshots.index(end), len(snapshots), metrics)
@@ -142,14 +159,13 @@ def train_pack(
         return not np.isnan(losses["loss"]).all()
 
     pending, saved = None, time.monotonic()
-    for start, end in zip([0, *ends], ends):
-        if end <= done:
-            continue
+    intervals = [(start, end) for start, end in zip([0, *ends], ends) if end > done]
+    for (start, end), own in zip(intervals, feed.feed(pack.static, data, state.key[0], intervals, compiled.where)):
         if end == 0:
             losses = {name: jnp.full((len(pack.runs),), -jnp.inf) for name in ("loss", "loss_max")}  # no step yet
         else:
-            state, losses = compiled.chunk(state, traced, data, np.int32(end - start))
-        metrics = compiled.snapshot(state, initial, traced, data, np.bool_(end in full)) if end in snapshots else None
+            state, losses = compiled.chunk(state, traced, own, np.int32(end - start))
+        metrics = compiled.snapshot(state, initial, traced, own, np.bool_(end in full)) if end in snapshots else None
         alive = collect(pending) if pending is not None else True
         pending = (end, losses, metrics)
         if stop.is_set() or time.monotonic() - saved > config.checkpoint.seconds:

@@ -22,13 +22,23 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from gcjax import config as configs
 from gcjax import results
 from gcjax.errors import GcjaxError, nearest
-from gcjax.geometry.spectra import SOLVERS
+from gcjax.geometry.spectra import SOLVERS, check_rank
 from gcjax.training import checkpoint, executor, optim, problem, sweep, workers
 from gcjax.training.assemble import assemble
 from gcjax.workdir import open_workdir
 
 FREE = ("executor.workers", "checkpoint.seconds")  # may change between resumes: they do not reach the results
-SHARED = ("train.steps", "train.chunk", "model.depth", "model.width", "measure", "data", "executor", "checkpoint")
+SHARED = (
+    "train.steps",
+    "train.chunk",
+    "train.window",
+    "model.depth",
+    "model.width",
+    "measure",
+    "data",
+    "executor",
+    "checkpoint",
+)
 
 
 def train(
@@ -42,7 +52,7 @@ def train(
     """
     console = console or Console(stderr=True)
     listed = check(config)
-    arrays, provenance = problem.load_data(listed[0].config)
+    arrays, provenance = problem.load_data(listed[0].config, lambda text: console.print(text, highlight=False))
     width = executor.vmap_width(config)
     workdir = open_workdir(Path(workdir), _record(config, provenance, width), overwrite, ("packs",), FREE)
     path = workdir / "results.nc"
@@ -53,10 +63,10 @@ def train(
     begun = time.monotonic()
     with watch(console, packs, config.train.steps) as report:
         try:
-            if jax.default_backend() == "cpu":
+            if jax.default_backend() == "cpu" and config.executor.data_devices == 1:
                 workers.train_on_cores(packs, config, workdir, report)
             else:
-                executor.train_on_accelerators(packs, config, arrays, workdir / "packs", report, threading.Event())
+                executor.train_on_devices(packs, config, arrays, workdir / "packs", report, threading.Event())
         except KeyboardInterrupt:
             raise GcjaxError(f"stopped; the same command resumes from {workdir / 'packs'}") from None
     histories = [checkpoint.history(workdir / "packs" / pack.name) for pack in packs]
@@ -78,21 +88,31 @@ def check(config: ConfigDict) -> list[sweep.Run]:
 
 def _check_run(config: ConfigDict) -> None:
     least = {"train.steps": 1, "train.batch_size": 1, "train.chunk": 1, "measure.every": 1, "measure.full": 1,
-             "model.depth": 2, "model.width": 2, "executor.vmap_width": 0, "executor.workers": 0}  # fmt: skip
+             "model.depth": 2, "model.width": 2, "executor.vmap_width": 0, "executor.workers": 0,
+             "executor.data_devices": 1}  # fmt: skip
+    least |= {"train.window": 1, "train.microbatches": 1, "measure.valid_windows": 1} if "window" in config.train else {}
     for path, low in least.items():
         if configs.get(config, path) < low:
             raise GcjaxError(f"{path}={configs.get(config, path)} is too small; it must be at least {low}")
     if min(config.measure.early, default=0) < 0:
         raise GcjaxError(f"measure.early={config.measure.early} holds a negative step; steps count from 0")
-    if not 1 <= config.measure.rank <= config.model.width:
-        raise GcjaxError(f"measure.rank={config.measure.rank} is outside 1..{config.model.width}, the ranks of a "
-                         f"{config.model.width} x {config.model.width} matrix")  # fmt: skip
     if config.measure.solver not in SOLVERS:
         raise GcjaxError(f"measure.solver={config.measure.solver!r} does not exist; {nearest(config.measure.solver, SOLVERS)}")
     if config.optim.weight_decay and config.optim.name not in optim.DECAYING:
         raise GcjaxError(f"optim.weight_decay={config.optim.weight_decay} does nothing under optim.name={config.optim.name!r}; "
                          f"the optimizers that decay weights are {', '.join(optim.DECAYING)}")  # fmt: skip
-    optim.build(config.optim, config.train.steps, problem.build(config).roles)
+    size = config.train.batch_size
+    for path, parts in (("executor.data_devices", config.executor.data_devices),
+                        ("train.microbatches", config.train.get("microbatches", 1))):  # fmt: skip
+        if size % parts:
+            raise GcjaxError(f"train.batch_size={size} cannot be divided into {path}={parts} equal parts")
+    built = problem.build(config)
+    optim.build(config.optim, config.train.steps, built.roles)
+    for name, stack in jax.eval_shape(lambda: built.stacks(built.init(jax.random.key(0)))).items():
+        try:
+            check_rank(stack, config.measure.rank)
+        except GcjaxError as error:
+            raise GcjaxError(f"measure.rank: {error}, as {name}'s are") from error
 
 
 def _record(config: ConfigDict, provenance: Mapping[str, Any], width: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from gcjax.errors import GcjaxError, nearest
 
 TRACED = (
     "model.init_gain",
+    "model.init_std",
     "model.residual_scale",
     "optim.lr",
     "optim.b1",
@@ -41,7 +42,7 @@ class Pack(NamedTuple):
 
     def traced(self) -> dict[str, list[float]]:
         """The traced hyperparameters, a list over runs for each dotted path."""
-        return {path: [float(configs.get(run.config, path)) for run in self.runs] for path in TRACED}
+        return {path: [float(configs.get(run.config, path)) for run in self.runs] for path in traced(self.runs[0].config)}
 
 
 def runs(config: ConfigDict) -> list[Run]:
@@ -109,9 +110,14 @@ def static(config: ConfigDict) -> FrozenConfigDict:
     """The hashable part of a run's config: TRACED fields blanked, fields of the study left out."""
     plain = json.loads(configs.to_json(config))  # a frozen tuple and a frozen list are not equal
     kept = ConfigDict({key: value for key, value in plain.items() if key not in STUDY_FIELDS})
-    for path in TRACED:
+    for path in traced(config):
         configs.put(kept, path, 0.0)
     return FrozenConfigDict(kept)
+
+
+def traced(config: Any) -> list[str]:
+    """The TRACED fields that this config's model and optimizer have."""
+    return [path for path in TRACED if path.partition(".")[2] in config[path.partition(".")[0]]]
 
 
 def bind(frozen: FrozenConfigDict, traced: Mapping[str, Any]) -> ConfigDict:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import FrozenConfigDict
 
 from gcjax.geometry.continuity import measure
@@ -39,12 +40,27 @@ def _matrices(problem: Problem, params: Mapping[str, Any]) -> dict[str, Any]:
 
 def step(problem: Problem, tx: optax.GradientTransformation, data: Any, state: State) -> tuple[State, jax.Array]:
     """One optimizer step; returns the next state and the loss before it."""
-    batch = problem.batch(data, state.key, state.step)
-    loss, grads = jax.value_and_grad(problem.loss)(state.params, batch)
+    loss, grads = gradients(problem, state.params, problem.batch(data, state.key, state.step))
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     cumulative = jax.tree.map(jnp.add, state.cumulative, _matrices(problem, grads))
     params = optax.apply_updates(state.params, updates)
     return State(params, opt_state, cumulative, state.key, state.step + 1), loss
+
+
+def gradients(problem: Problem, params: Any, batch: Any) -> tuple[jax.Array, Any]:
+    """Loss and gradient of a batch, accumulated over its microbatches: their mean."""
+    of_loss = jax.value_and_grad(problem.loss)
+    if problem.microbatches == 1:
+        return of_loss(params, batch)
+    # Every n-th example, not blocks of them: a batch that is sharded stays so, part by part.
+    parts = jax.tree.map(lambda x: x.reshape(-1, problem.microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
+
+    def add(total: Any, part: Any) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, of_loss(params, part)), None
+
+    zero = jax.tree.map(jnp.zeros_like, jax.eval_shape(of_loss, params, jax.tree.map(lambda x: x[0], parts)))
+    total, _ = jax.lax.scan(add, zero, parts)
+    return jax.tree.map(lambda x: x / problem.microbatches, total)
 
 
 def chunk(
@@ -69,7 +85,7 @@ def snapshot(
 
     The gradient is that of the batch which the next step will use. `whole`: with the measures over the whole spectrum.
     """
-    loss, grads = jax.value_and_grad(problem.loss)(state.params, problem.batch(data, state.key, state.step))
+    loss, grads = gradients(problem, state.params, problem.batch(data, state.key, state.step))
     weights = problem.stacks(state.params)
     sources = {
         "weight": weights,
@@ -91,16 +107,25 @@ def snapshot(
     return measured
 
 
+DATA = "data"  # the mesh axis that a batch, and with `executor.fsdp` the parameters, are sharded over
+
+
 class Programs(NamedTuple):
     """A group's three jitted programs. Runs are the first axis of every state, traced hyperparameter and metric."""
 
     init: Callable[..., tuple[State, Any]]  # seeds_R, traced -> state, initial stacks
     chunk: Callable[..., tuple[State, dict[str, jax.Array]]]  # state (donated), traced, data, steps -> state, losses
     snapshot: Callable[..., dict[str, Any]]  # state, initial, traced, data, whole -> metrics
+    where: Any  # the device, or the sharding over a group of devices, of what is not sharded
 
 
-def programs(static: FrozenConfigDict, width: int) -> Programs:
-    """Compile-once programs for packs of `width` runs of one group (`gcjax.training.sweep.Pack.static`)."""
+def programs(static: FrozenConfigDict, width: int, where: Any) -> Programs:
+    """Compile-once programs for packs of `width` runs of one group (`gcjax.training.sweep.Pack.static`).
+
+    `where` is a device, or the replicating sharding of a mesh with the axis DATA. There every device takes its part of each
+    batch. A snapshot is taken on the mesh's first device: its eigenproblems gain nothing from more.
+    """
+    mesh = getattr(where, "mesh", None)
 
     def parts(traced: Mapping[str, jax.Array]) -> tuple[Problem, optax.GradientTransformation]:
         config = sweep.bind(static, traced)
@@ -113,17 +138,43 @@ def programs(static: FrozenConfigDict, width: int) -> Programs:
         return state, problem.stacks(state.params)
 
     def chunk_run(state: State, traced: Any, data: Any, steps: jax.Array) -> Any:
-        return chunk(*parts(traced), data, state, steps)
+        problem, tx = parts(traced)
+        if mesh is not None:
+            split, draw = NamedSharding(mesh, PartitionSpec(DATA)), problem.batch
+            problem = problem._replace(batch=lambda *a: jax.lax.with_sharding_constraint(draw(*a), split))
+        return chunk(problem, tx, data, state, steps)
 
     def snapshot_run(state: State, initial: Any, traced: Any, data: Any, whole: jax.Array) -> dict[str, Any]:
         problem, _ = parts(traced)
         return snapshot(problem, data, state, initial, static.measure.rank, static.measure.solver, whole)
 
+    init_runs = _over_runs(init_run, (0, 0), width)
+    chunk_runs = _over_runs(chunk_run, (0, 0, None, None), width)
+    snapshot_runs = jax.jit(_over_runs(snapshot_run, (0, 0, 0, None, None), width))
+    if mesh is None:
+        return Programs(jax.jit(init_runs), jax.jit(chunk_runs, donate_argnums=0), snapshot_runs, where)
+
+    traced = {path: jnp.zeros(width) for path in sweep.traced(static)}
+    like, _ = jax.eval_shape(init_runs, jnp.zeros(width, jnp.uint32), traced)
+    held = jax.tree.map(partial(_sharding, mesh, static.executor.fsdp), like)
+    first = mesh.devices.flat[0]
+
+    def snapshot_on_first(state: State, initial: Any, traced: Any, data: Any, whole: Any) -> dict[str, Any]:
+        return snapshot_runs(*jax.device_put((state._replace(opt_state=()), initial, traced, data), first), whole)
+
     return Programs(
-        init=jax.jit(_over_runs(init_run, (0, 0), width)),
-        chunk=jax.jit(_over_runs(chunk_run, (0, 0, None, None), width), donate_argnums=0),
-        snapshot=jax.jit(_over_runs(snapshot_run, (0, 0, 0, None, None), width)),
+        init=jax.jit(init_runs, out_shardings=(held, where)),
+        chunk=jax.jit(chunk_runs, donate_argnums=0, out_shardings=(held, where)),
+        snapshot=snapshot_on_first,
+        where=where,
     )
+
+
+def _sharding(mesh: Mesh, fsdp: bool, like: jax.ShapeDtypeStruct) -> NamedSharding:
+    """Of a state's array: over its largest axis that divides (never the runs' or, of a stack, the layers'), or replicated."""
+    axes = sorted(range(1 if like.ndim < 4 else 2, like.ndim), key=lambda axis: -like.shape[axis])
+    fitting = [axis for axis in axes if like.shape[axis] % mesh.size == 0] if fsdp and like.ndim > 2 else []
+    return NamedSharding(mesh, PartitionSpec(*(DATA if [axis] == fitting[:1] else None for axis in range(like.ndim))))
 
 
 def _over_runs(run: Callable[..., Any], axes: tuple[int | None, ...], width: int) -> Callable[..., Any]:

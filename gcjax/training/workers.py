@@ -129,14 +129,12 @@ def main(workdir: Path) -> int:
         arrays, provenance = problem.load_data(listed[0].config)
         if provenance["sha256"] != record["data"]["sha256"]:
             raise GcjaxError(f"the data changed since {workdir} was begun; take another --workdir, or --overwrite")
-        device = jax.local_devices()[0]
-        data = jax.device_put(arrays, device)
 
         def report(pack: Pack, steps: int) -> None:
             _say(pack=pack.name, steps=steps)
 
         assigned = _assigned(sweep.packs(listed, record["vmap_width"]))
-        executor.train_queue(assigned, config, data, device, workdir / "packs", report, stop)
+        executor.train_queue(assigned, config, arrays, jax.local_devices()[:1], workdir / "packs", report, stop)
     except Stopped:
         return 0
     except GcjaxError as error:
