@@ -134,7 +134,6 @@ def _losses(joined: Mapping[str, np.ndarray], ends: Sequence[int], steps: Sequen
 def _nulls(dims: Mapping[str, tuple[int, int]], variables: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     q, cosine = results.QUANTILES, variables["cosine"]
     pairs, ranks = cosine.shape[-2], np.arange(1, cosine.shape[-1] + 1)
-    spectrum_RAMLK = variables["spectrum"]
     squares = {d: nulls.haar_squares(d, HAAR_DRAWS) for d in {d for pair in dims.values() for d in pair}}
 
     def each(of_dimension: Any) -> np.ndarray:
@@ -147,25 +146,14 @@ def _nulls(dims: Mapping[str, tuple[int, int]], variables: Mapping[str, np.ndarr
         "overlap_null": each(lambda d: nulls.overlap_mean(ranks, d)),
         "gram_null_quantile": np.asarray(
             [
-                [
-                    [
-                        _both(
-                            lambda d, s_LK=spectrum_LK[:, : min(dims[name])]: nulls.gram_alignment_quantile(
-                                q, s_LK, squares[d]
-                            ),
-                            dims[name],
-                        )
-                        for name, spectrum_LK in zip(dims, spectrum_MLK)
-                    ]
-                    for spectrum_MLK in spectrum_AMLK
-                ]
-                for spectrum_AMLK in spectrum_RAMLK
+                [[_gram_null(s_LK, dims[name], squares) for name, s_LK in zip(dims, s_MLK)] for s_MLK in s_AMLK]
+                for s_AMLK in variables["spectrum"]
             ]
         ),
     }
 
 
-def _both(of_dimension: Any, dims: tuple[int, int]) -> list[Any]:
-    """A value for the input and the output space, computed once where their dimensions are equal."""
-    first = of_dimension(dims[0])
-    return [first, first if dims[1] == dims[0] else of_dimension(dims[1])]
+def _gram_null(s_LK: np.ndarray, dims: tuple[int, int], squares: Mapping[int, np.ndarray]) -> list[np.ndarray]:
+    """Quantiles for the input and the output space, computed once where their dimensions are equal."""
+    levels = {d: nulls.gram_alignment_quantile(results.QUANTILES, s_LK[:, : min(dims)], squares[d]) for d in set(dims)}
+    return [levels[d] for d in dims]

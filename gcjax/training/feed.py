@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from ml_collections import FrozenConfigDict
 
+from gcjax.errors import GcjaxError
 from gcjax.training import language
 
 CORPUS = "train"
@@ -17,6 +18,14 @@ CORPUS = "train"
 def place(config: Any, arrays: Mapping[str, np.ndarray], where: Any) -> dict[str, Any]:
     """The arrays on the device or sharding `where`, but for a corpus beyond `data.device_bytes`, which stays as it is."""
     return {name: value if _stays(config, name, value) else jax.device_put(value, where) for name, value in arrays.items()}
+
+
+def check(config: Any, arrays: Mapping[str, np.ndarray], width: int) -> None:
+    """Raises `GcjaxError` where the host would have to gather windows for `width` runs at once, each with its own."""
+    if width > 1 and any(_stays(config, name, value) for name, value in arrays.items()):
+        size = arrays[CORPUS].nbytes
+        raise GcjaxError(f"the corpus of {size} bytes is beyond data.device_bytes={config.data.device_bytes} and "
+                         "stays on the host, which serves one run at a time: set executor.vmap_width=1, or device_bytes higher")  # fmt: skip
 
 
 def _stays(config: Any, name: str, value: Any) -> bool:

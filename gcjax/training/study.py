@@ -23,7 +23,7 @@ from gcjax import config as configs
 from gcjax import results
 from gcjax.errors import GcjaxError, nearest
 from gcjax.geometry.spectra import SOLVERS, check_rank
-from gcjax.training import checkpoint, executor, optim, problem, sweep, workers
+from gcjax.training import checkpoint, executor, feed, optim, problem, sweep, workers
 from gcjax.training.assemble import assemble
 from gcjax.workdir import open_workdir
 
@@ -54,6 +54,7 @@ def train(
     listed = check(config)
     arrays, provenance = problem.load_data(listed[0].config, lambda text: console.print(text, highlight=False))
     width = executor.vmap_width(config)
+    feed.check(config, arrays, width)
     workdir = open_workdir(Path(workdir), _record(config, provenance, width), overwrite, ("packs",), FREE)
     path = workdir / "results.nc"
     if path.exists():
