@@ -23,9 +23,10 @@ def place(config: Any, arrays: Mapping[str, np.ndarray], where: Any) -> dict[str
 def check(config: Any, arrays: Mapping[str, np.ndarray], width: int) -> None:
     """Raises `GcjaxError` where the host would have to gather windows for `width` runs at once, each with its own."""
     if width > 1 and any(_stays(config, name, value) for name, value in arrays.items()):
-        size = arrays[CORPUS].nbytes
-        raise GcjaxError(f"the corpus of {size} bytes is beyond data.device_bytes={config.data.device_bytes} and "
-                         "stays on the host, which serves one run at a time: set executor.vmap_width=1, or device_bytes higher")  # fmt: skip
+        raise GcjaxError(
+            f"the corpus of {arrays[CORPUS].nbytes} bytes is beyond data.device_bytes={config.data.device_bytes} and stays on "
+            "the host, which serves one run at a time: set executor.vmap_width=1, or device_bytes higher"
+        )
 
 
 def _stays(config: Any, name: str, value: Any) -> bool:
