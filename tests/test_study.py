@@ -117,7 +117,7 @@ def test_a_run_that_diverges_is_marked_and_the_others_go_on(tmp_path: Path) -> N
     ("override", "message"),
     [
         ("train.steps=-5", r"train\.steps=-5 is too small"),
-        ("measure.rank=25", r"measure\.rank=25 is outside 1\.\.24"),
+        ("measure.rank=25", r"measure\.rank: rank 25 is outside 1\.\.24, the ranks of a 24 x 24 matrix, as hidden"),
         ("only=Res+Nne", r"did you mean 'Res\+None'"),
         ("optim.name=adm", "did you mean 'adam'"),
         ("measure.solver=svdd", "did you mean 'svd'"),
@@ -138,7 +138,7 @@ def test_runs_side_by_side_equal_each_alone_and_nothing_compiles_twice() -> None
 
     def after(width: int, runs: list[sweep.Run]) -> tuple[jax.Array, jax.Array]:
         pack = sweep.Pack("p", sweep.static(runs[0].config), tuple(runs))
-        compiled = programs(pack.static, width)
+        compiled = programs(pack.static, width, jax.devices()[0])
         traced = {path: jnp.asarray(values, jnp.float32) for path, values in pack.traced().items()}
         state, initial = compiled.init(jnp.asarray([run.seed for run in runs], jnp.uint32), traced)
         first = jnp.copy(state.params["hidden"])

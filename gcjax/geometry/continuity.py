@@ -85,7 +85,7 @@ def measure(w_LOI: Float[Array, "L O I"], rank: int, solver: str, whole: bool | 
     matrix's numerical rank (`s_k <= eps max(O, I) s_1`). Raises `GcjaxError` for an unknown solver or a rank outside
     1..min(O, I).
     """
-    check_rank(w_LOI, rank)
+    check_rank(w_LOI.shape, rank)
     with jax.default_matmul_precision("highest"):
         t = triplets(w_LOI, solver)
         eps = jnp.finfo(w_LOI.dtype).eps * max(w_LOI.shape[-2:])

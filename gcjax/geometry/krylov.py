@@ -6,7 +6,7 @@ Block Golub-Kahan bidiagonalization with full re-orthogonalization (Golub, Luk a
 on the angle of the vectors: a fixed small number of power iterations gives right sigmas and meaningless vectors.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -124,7 +124,7 @@ def _transposed(w_OI: Array, y_OB: Array) -> Array:
 def _add_left(y_Ob: Array, u_OB: Array, step: Array) -> tuple[Array, Array]:
     """The left basis with what `y = A v` adds to it as its block number `step`; and that block."""
     with jax.default_matmul_precision("highest"):
-        u_Ob, _ = _orthonormal(y_Ob, u_OB)
+        u_Ob, _, _ = _orthonormal(y_Ob, u_OB, step)
         return jax.lax.dynamic_update_slice_in_dim(u_OB, u_Ob, step * u_Ob.shape[1], axis=1), u_Ob
 
 
@@ -133,22 +133,39 @@ def _add_right(z_Ib: Array, v_IB: Array, step: Array) -> tuple[Array, Array, Arr
     """The right basis with what `z = A^T u` adds to it behind block number `step`; what was added; `V^T z`; and the
     triangular factor of what was added."""
     with jax.default_matmul_precision("highest"):
-        next_Ib, r_bb = _orthonormal(z_Ib, v_IB)
+        next_Ib, h_Bb, r_bb = _orthonormal(z_Ib, v_IB, step + 1)
         at = (step + 1) * next_Ib.shape[1]
-        return jax.lax.dynamic_update_slice_in_dim(v_IB, next_Ib, at, axis=1), next_Ib, v_IB.T @ z_Ib, r_bb
+        return jax.lax.dynamic_update_slice_in_dim(v_IB, next_Ib, at, axis=1), next_Ib, h_Bb, r_bb
 
 
-def _orthonormal(x: Array, basis: Array) -> tuple[Array, Array]:
-    """An orthonormal block that spans what `x` adds to `basis`, and its triangular factor; projected twice, as once is not
-    enough in floating point, and a block that adds nothing is then still orthogonal to the basis. Columns of the basis
-    that are not filled yet are zero, so that every step has one shape."""
-    q, r = jnp.linalg.qr(x - basis @ (basis.T @ x))
-    q = q - basis @ (basis.T @ q)
+def _orthonormal(x: Array, basis: Array, filled: Array) -> tuple[Array, Array, Array]:
+    """An orthonormal block that spans what `x` adds to a basis of `filled` blocks, `basis^T x` and its triangular factor;
+    projected twice, as once is not enough in floating point, and a block that adds nothing is then still orthogonal."""
+    outside, h = _outside(x, basis, filled)
+    q, r = jnp.linalg.qr(outside)
+    q, _ = _outside(q, basis, filled)
     gram = q.T @ q
     # The second time there is little left to do, and Cholesky is quicker; unless the block added nothing.
     near = jnp.max(jnp.abs(gram - jnp.eye(len(gram), dtype=gram.dtype))) < 0.1
     q, again = jax.lax.cond(near, _by_cholesky, lambda q, _: tuple(jnp.linalg.qr(q)), q, gram)
-    return q, again @ r
+    return q, h, again @ r
+
+
+def _outside(x: Array, basis: Array, filled: Array) -> tuple[Array, Array]:
+    """`x - basis basis^T x` and `basis^T x`. A basis has one shape at every step, its columns beyond `filled` blocks being
+    zero: the products take as many columns as are near that."""
+    block, columns = x.shape[1], basis.shape[1]
+    widths = [*range(2 * block, columns, 3 * block), columns]
+
+    def by(width: int) -> Callable[..., tuple[Array, Array]]:
+        def outside(x: Array, basis: Array) -> tuple[Array, Array]:
+            h = basis[:, :width].T @ x
+            return x - basis[:, :width] @ h, jnp.pad(h, ((0, columns - width), (0, 0)))
+
+        return outside
+
+    index = jnp.sum(filled * block > np.asarray(widths[:-1]))
+    return jax.lax.switch(index, [by(width) for width in widths], x, basis)
 
 
 def _by_cholesky(q: Array, gram: Array) -> tuple[Array, Array]:

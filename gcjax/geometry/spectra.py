@@ -6,6 +6,7 @@ Gram solver the small end of the spectrum (below `sqrt(eps) s_1`), never the lea
 one reached. Layers that hold NaN or Inf come out as NaN and leave the others alone.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -48,9 +49,9 @@ def finite_nonzero(w_LOI: Float[Array, "L O I"]) -> tuple[Bool[Array, "L"], Bool
     return jnp.isfinite(w_LOI).all(axis=(-2, -1)), (w_LOI != 0).any(axis=(-2, -1))
 
 
-def check_rank(w_LOI: Float[Array, "L O I"], rank: int) -> int:
-    """Return `rank`; raises `GcjaxError` where it is not one of a matrix's, 1..min(O, I)."""
-    *_, o, i = w_LOI.shape
+def check_rank(shape: Sequence[int], rank: int) -> int:
+    """Return `rank`; raises `GcjaxError` where it is not one of a matrix's `[..., out, in]`, 1..min(out, in)."""
+    *_, o, i = shape
     if not 1 <= rank <= min(o, i):
         raise GcjaxError(f"rank {rank} is outside 1..{min(o, i)}, the ranks of a {o} x {i} matrix")
     return rank
@@ -65,7 +66,7 @@ def triplets(w_LOI: Float[Array, "L O I"], solver: str, rank: int | None = None)
     """
     if solver not in SOLVERS:
         raise GcjaxError(f"there is no solver {solver!r}; {nearest(solver, SOLVERS)}")
-    rank = check_rank(w_LOI, min(w_LOI.shape[-2:]) if rank is None else rank)
+    rank = check_rank(w_LOI.shape, min(w_LOI.shape[-2:]) if rank is None else rank)
     with jax.default_matmul_precision("highest"):
         finite_L, _ = finite_nonzero(w_LOI)
         safe_LOI = jnp.where(finite_L[:, None, None], w_LOI, 0.0)

@@ -111,7 +111,7 @@ def _check_run(config: ConfigDict) -> None:
     optim.build(config.optim, config.train.steps, built.roles)
     for name, stack in jax.eval_shape(lambda: built.stacks(built.init(jax.random.key(0)))).items():
         try:
-            check_rank(stack, config.measure.rank)
+            check_rank(stack.shape, config.measure.rank)
         except GcjaxError as error:
             raise GcjaxError(f"measure.rank: {error}, as {name}'s are") from error
 

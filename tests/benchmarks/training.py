@@ -38,7 +38,7 @@ def gcjax_steps() -> tuple[Advance, dict[str, float]]:
     listed = [run for run in sweep.runs(config) if run.point == POINT][:1]
     (pack,) = sweep.packs(listed, 1)
     data = jax.device_put(problem.load_data(config)[0])
-    programs = train.programs(pack.static, 1)
+    programs = train.programs(pack.static, 1, jax.devices()[0])
     traced = {path: jnp.asarray(values, jnp.float32) for path, values in pack.traced().items()}
     seeds = jnp.asarray([run.seed for run in pack.runs], jnp.uint32)
     (state, initial), init_s = timed(lambda: programs.init(seeds, traced))
