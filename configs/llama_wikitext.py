@@ -79,7 +79,7 @@ def get_config(preset: str = "mini") -> ConfigDict:
                 "muon_adam_ratio": 0.5,  # learning rate of Adam, which trains the embeddings beside Muon, over Muon's
             },
             "train": {
-                "steps": 250,
+                "steps": 200,
                 "batch_size": 16,  # windows
                 "window": 128,  # tokens
                 "microbatches": 1,  # parts of a batch, one after the other
@@ -88,7 +88,7 @@ def get_config(preset: str = "mini") -> ConfigDict:
             "measure": {
                 "rank": 8,
                 "solver": "gram",  # gram, svd
-                "early": (0, 1, 10, 25),  # snapshots beside the regular ones
+                "early": (0, 1, 3, 5, 10, 25),  # snapshots beside the regular ones
                 "every": 50,
                 "full": 4,  # snapshots that keep the whole-spectrum measures and the layer x layer maps
                 "valid_windows": 64,
@@ -165,4 +165,4 @@ def untested() -> dict:
         point("V ReLU", value_activation="relu"),
         point("V SiLU", value_activation="silu"),
     )
-    return {"points": points}
+    return {"points": points, "train": {"steps": 100}}

@@ -45,8 +45,31 @@ CLAIMS: dict[str, Any] = {
     "transfer": {"variants": ELEMENTWISE, "end_min": 0.5, "crossing": 0.5, "ratio_low": 0.5, "ratio_high": 2.0},
     "optimizer_free": {"upper": "Res+ReLU", "lower": ("Res+None", "Res+Radial"), "margin": 0.1, "min_settings": 2},
 }
-WIDTH = 256
-CHANCE = float(special.gamma(WIDTH / 2) / (np.sqrt(np.pi) * special.gamma((WIDTH + 1) / 2)))
+TRANSFORMER_CLAIMS: dict[str, Any] = {
+    "min_seeds": 3,
+    "confidence": 0.95,
+    "spike": 8.0,
+    "projections": {"variant": "SiLU", "margin": 0.1},
+    "gate_ablation": {"with": "SiLU", "without": "None", "drop_min": 0.1, "stay_within": 0.1},
+    "gradient_first": {"variants": ("SiLU", "None"), "gradient_min": 0.5, "margin": 0.05},
+    "transfer": {"variants": ("SiLU",), "end_min": 0.5, "crossing": 0.5, "ratio_low": 0.5, "ratio_high": 2.0},
+}
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+WIDTH, MLP_WIDTH = 256, 688
+
+
+def chance(d: int) -> float:
+    """Mean |cos| of two random directions in d dimensions."""
+    return float(np.exp(special.gammaln(d / 2) - special.gammaln((d + 1) / 2)) / np.sqrt(np.pi))
+
+
+CHANCE = chance(WIDTH)
+SPEED = {
+    "steps_per_second": 1.25,
+    "tokens_per_second": 2560.0,
+    "flops_per_token": 13418496.0,
+    "model_flops_utilisation": 0.413,
+}
 STEPS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 250, 500, 750, 1000, 1500, 2000, 2500, 3000, 3500, 4000)
 FULL_STEPS = (0, 8, 64, 500, 2000, 4000)
 SNAPSHOTS = {"finished": len(STEPS), "diverged": 11, "unfinished": 8}  # that a run of each status has
@@ -59,7 +82,8 @@ class Point:
     `start`, `peak`, `end`: weight v1; `output`: weight u1 at the end; `others`: cosine of ranks 2..K; `gradient_start`,
     `gradient`: gradient v1 first and last; `transfer_start`, `transfer`: first, last; `ratio`: Frobenius update ratio
     where transfer crosses 0.5; `noise`: standard deviation between seeds; `statuses`: of the first seeds, the others
-    finish; `spiked`: how many of the first seeds have a late loss spike.
+    finish; `spiked`: how many of the first seeds have a late loss spike. Where `space` is output, v1 and u1 change places;
+    `matrices`: what differs in a matrix by its name.
     """
 
     variant: str
@@ -78,6 +102,12 @@ class Point:
     noise: float = 0.004
     statuses: Sequence[str] = ()
     spiked: int = 0
+    space: str = "input"
+    matrices: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def matrix(self, name: str) -> "Point":
+        """The point as this matrix shows it."""
+        return replace(self, **self.matrices.get(name, {}))
 
     def status(self, seed: int) -> str:
         """How the run with this seed ended."""
@@ -110,6 +140,20 @@ def paper() -> list[Point]:
     return [*at_one, *(replace(point, swept={"model.init_gain": 0.1}) for point in residual)]
 
 
+def transformer(variant: str, matrices: Mapping[str, Mapping[str, Any]] | None = None) -> Point:
+    """A transformer with the paper's pattern; `matrices`: what differs in a matrix."""
+    blind = {"peak": CHANCE, "end": CHANCE, "others": CHANCE, "output": CHANCE}
+    pattern = {"v": blind, "o": {"space": "output"}, "down": {"space": "output"}}
+    own = {name: {**pattern.get(name, {}), **(matrices or {}).get(name, {})} for name in PROJECTIONS}
+    return Point(variant, peak=0.8, end=0.8, output=CHANCE, others=0.2, matrices=own)
+
+
+def ablated(variant: str = "None", **changes: Mapping[str, Any]) -> Point:
+    """`transformer` with an MLP without activation: Gate and Up fall behind; `changes`: what else differs, by matrix."""
+    fallen = {"peak": 0.75, "end": 0.4}
+    return transformer(variant, {"gate": fallen, "up": fallen, **changes})
+
+
 def study(
     points: Sequence[Point],
     *,
@@ -118,15 +162,26 @@ def study(
     ranks: int = 4,
     matrices: Sequence[str] = ("hidden",),
     claims: Mapping[str, Any] | None = CLAIMS,
+    language: bool = False,
 ) -> xr.Dataset:
-    """A study of `points`, each with `seeds` runs; `claims=None` leaves the thresholds out of its config."""
+    """A study of `points`, each with `seeds` runs; `claims=None` leaves the thresholds out of its config.
+
+    In a `language` study losses are a language model's, and there is a throughput.
+    """
     runs = [(point, seed) for point in points for seed in range(seeds)]
-    made = [_run(point, seed, layers, ranks) for point, seed in runs]
-    variables: dict[str, Array] = {name: np.stack([run[name] for run in made]).astype(np.float32) for name in made[0]}
-    variables |= _nulls(len(runs), ranks, layers)
-    for name, value in variables.items():
-        axis = results.SCHEMA[name].index("matrix") if "matrix" in results.SCHEMA[name] else None
-        variables[name] = value if axis is None else np.repeat(np.expand_dims(value, axis), len(matrices), axis)
+    by_matrix = []
+    for matrix in matrices:
+        made = [_run(point.matrix(matrix), seed, layers, ranks) for point, seed in runs]
+        stacked = {name: np.stack([run[name] for run in made]).astype(np.float32) for name in made[0]}
+        by_matrix.append(stacked | _nulls(matrix, len(runs), ranks, layers))
+    variables: dict[str, Array] = {}
+    for name, dims in results.SCHEMA.items():
+        values = [stacked[name] for stacked in by_matrix]
+        variables[name] = np.stack(values, dims.index("matrix")) if "matrix" in dims else values[0]
+    if language:
+        floor = np.float32(3.5)
+        for name in ("loss", "loss_max", "test_loss"):
+            variables[name] = floor + variables[name] * np.float32((np.log(4096) - floor) / 2.3)
     variables["flagged"] = np.nan_to_num(variables["flagged"]).astype(np.int8)
     swept = list(dict.fromkeys(path for point in points for path in point.swept))
     coords = {
@@ -147,20 +202,21 @@ def study(
     }
     attrs = {
         "study": "synthetic",
-        "config": json.dumps(_config(points) | ({} if claims is None else {"claims": claims})),
+        "config": json.dumps(_config(points, language) | ({} if claims is None else {"claims": claims})),
         "sweep": json.dumps(["model.activation", *swept]),
         "versions": json.dumps({"gcjax": "0"}),
         "device": "none",
         "git_revision": "0000000",
         "data": json.dumps({"name": "synthetic"}),
+        "throughput": json.dumps(SPEED if language else {"steps_per_second": None}),
         "wall_seconds": 1.0,
     }
     return results.dataset(variables, coords, attrs)
 
 
-def _config(points: Sequence[Point]) -> dict[str, Any]:
+def _config(points: Sequence[Point], language: bool) -> dict[str, Any]:
     """A config whose own values are the first point's."""
-    config: dict[str, Any] = {"model": {"activation": "none"}}
+    config: dict[str, Any] = {"model": {"activation": "none"} | ({"vocabulary": 4096} if language else {})}
     for point in points:
         for path, value in point.swept.items():
             section, name = path.split(".")
@@ -214,7 +270,7 @@ def _run(point: Point, seed: int, layers: int, ranks: int) -> dict[str, Array]:
         "gap": gap,
         "angle_bound": np.full(gap.shape, 1e-3),
         "flagged": (gap[..., 1:] < 1.01).astype(float),
-        "transfer": np.tile(transfer[:, None, None], (1, 2, layers)),
+        "transfer": np.tile(np.stack([transfer, CHANCE + undefined], -1)[..., None], (1, 1, layers)),
         "drift": np.tile(angle[:, None, None], (1, 2, layers)),
         "update_ratio": np.tile(np.stack([growth, 1.5 * growth], -1)[:, None], (1, layers, 1)),
         "loss": loss,
@@ -222,20 +278,31 @@ def _run(point: Point, seed: int, layers: int, ranks: int) -> dict[str, Array]:
         "test_loss": loss,
         "test_accuracy": _rise(0.1, point.accuracy, 50) + shift[5] / 10,
     }
+    if point.space == "output":
+        for name, value in run.items():
+            dims = [dim for dim in results.SCHEMA[name][1:] if dim != "matrix"]
+            run[name] = np.flip(value, dims.index("space")).copy() if "space" in dims else value
     lost = np.array(STEPS) > STEPS[SNAPSHOTS[point.status(seed)] - 1]
     for name, value in run.items():
         value[lost[full] if results.SCHEMA[name][1] == "full_step" else lost] = np.nan
     return run | {"spectrum": np.tile(0.97 ** np.arange(32), (sources, layers, 1))}
 
 
-def _nulls(runs: int, ranks: int, layers: int) -> dict[str, Array]:
+def _dimensions(matrix: str) -> tuple[int, int]:
+    """Of its input and its output space."""
+    return (MLP_WIDTH if matrix == "down" else WIDTH, MLP_WIDTH if matrix in ("gate", "up") else WIDTH)
+
+
+def _nulls(matrix: str, runs: int, ranks: int, layers: int) -> dict[str, Array]:
     """The chance levels without the axis `matrix`; the mean over pairs by its normal limit."""
-    quantiles = np.array(results.QUANTILES)
-    spread = np.sqrt((1 / WIDTH - CHANCE**2) / (layers - 1))
+    quantiles, both = np.array(results.QUANTILES), _dimensions(matrix)
+    spreads = [np.sqrt((1 / d - chance(d) ** 2) / (layers - 1)) for d in both]
     return {
-        "cosine_null": np.full(2, CHANCE),
-        "cosine_null_quantile": np.tile(np.sqrt(stats.beta(0.5, (WIDTH - 1) / 2).ppf(quantiles)), (2, 1)),
-        "cosine_mean_null_quantile": np.tile(CHANCE + spread * stats.norm.ppf(quantiles), (2, 1)),
-        "overlap_null": np.tile(np.arange(1, ranks + 1) / WIDTH, (2, 1)),
+        "cosine_null": np.array([chance(d) for d in both]),
+        "cosine_null_quantile": np.stack([np.sqrt(stats.beta(0.5, (d - 1) / 2).ppf(quantiles)) for d in both]),
+        "cosine_mean_null_quantile": np.stack(
+            [chance(d) + spread * stats.norm.ppf(quantiles) for d, spread in zip(both, spreads)]
+        ),
+        "overlap_null": np.stack([np.arange(1, ranks + 1) / d for d in both]),
         "gram_null_quantile": np.tile(0.01 * stats.norm.ppf(quantiles), (runs, len(results.SOURCES), 2, 1)),
     }

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from synthetic import CHANCE, CLAIMS, Point, at_chance, paper, study
+from synthetic import CHANCE, CLAIMS, TRANSFORMER_CLAIMS, Point, at_chance, paper, study
 
 from gcjax.errors import GcjaxError
 from gcjax.reporting.checks import check
 from gcjax.reporting.claims import CLAIMS as DEFINED
-from gcjax.reporting.claims import Claim, evaluate
+from gcjax.reporting.claims import GENERAL, Claim, evaluate
 from gcjax.reporting.statistics import Interval
 from gcjax.reporting.summary import COLUMNS, summary
 
@@ -95,14 +95,17 @@ CASES = {
 }
 
 
+TOGETHER = ("projections", "gate-ablation")  # of all matrices of a transformer: test_projection_claims.py
+
+
 def _claim(points, name, **how) -> Claim:
     (found,) = [claim for claim in evaluate(study(points, **how)) if claim.id == name]
     return found
 
 
 def test_cases_cover_every_claim():
-    assert list(CASES) == [claim.id for claim in DEFINED]
-    assert {claim.section for claim in DEFINED} == set(CLAIMS) - {"min_seeds", "confidence", "spike"}
+    assert [*CASES, *TOGETHER] == [claim.id for claim in DEFINED]
+    assert {claim.section for claim in DEFINED} == (set(CLAIMS) | set(TRANSFORMER_CLAIMS)) - set(GENERAL)
 
 
 @pytest.mark.parametrize("seeds", [5, 10])  # Student's t and bootstrap
@@ -143,7 +146,10 @@ def test_each_setting_gets_its_own_verdict():
 
 def test_each_matrix_gets_its_own_verdict():
     found = [c for c in evaluate(study([RELU, NONE], matrices=("gate", "up"))) if c.id == "residual-linear"]
-    assert [claim.setting for claim in found] == ["gate, as configured", "up, as configured"]
+    assert [claim.setting for claim in found] == ["Gate v1", "Up v1"]
+    swept = study(_at([RELU, NONE], optim__lr=0.1) + _at([RELU, NONE], optim__lr=0.2), matrices=("gate", "down"))
+    found = [c.setting for c in evaluate(swept) if c.id == "residual-linear"]
+    assert found == ["Gate v1, lr=0.1", "Gate v1, lr=0.2", "Down u1, lr=0.1", "Down u1, lr=0.2"]
 
 
 def test_few_noisy_seeds_prove_nothing():
@@ -232,9 +238,16 @@ def test_thresholds_come_from_the_results():
     assert "Res+ReLU: 5 runs finished, 6 needed" in claim.notes
 
 
-def test_a_claim_without_thresholds_is_refused():
-    with pytest.raises(GcjaxError, match="no thresholds for transfer"):
-        evaluate(study([RELU], claims={name: rule for name, rule in CLAIMS.items() if name != "transfer"}))
+def test_only_claims_with_thresholds_are_judged():
+    some = {name: rule for name, rule in CLAIMS.items() if name in (*GENERAL, "residual_elementwise", "concentration")}
+    assert [claim.id for claim in evaluate(study([RELU], claims=some))] == ["residual-elementwise", "concentration"]
+
+
+def test_thresholds_of_no_claim_and_of_unknown_claims_are_refused():
+    with pytest.raises(GcjaxError, match="thresholds for no claim"):
+        evaluate(study([RELU], claims={name: CLAIMS[name] for name in GENERAL}))
+    with pytest.raises(GcjaxError, match="claims that are not known: gate_ablations"):
+        evaluate(study([RELU], claims=CLAIMS | {"gate_ablations": {"with": "SiLU"}}))
 
 
 def test_summary_has_a_row_a_point_with_counts_and_chance():
@@ -243,9 +256,9 @@ def test_summary_has_a_row_a_point_with_counts_and_chance():
     assert positive.baseline == pytest.approx(1 / np.pi)
     assert (radial.finished, radial.diverged, radial.unfinished, radial.spiked) == (4, 1, 0, 1)
     assert radial.baseline is None
-    assert set(radial.cells) == set(COLUMNS)
-    assert radial.cells["weight_v1_end"].null == pytest.approx(CHANCE)
-    assert radial.cells["weight_v1_end"].found.n == 4
+    assert set(radial.cells) == set(COLUMNS) - {"perplexity_end"}
+    assert radial.cells["weight_end"].null == pytest.approx(CHANCE)
+    assert radial.cells["weight_end"].found.n == 4
     without = {name for name, cell in radial.cells.items() if cell.null is None}
     assert without == {"flagged_end", "ratio_frobenius_end", "ratio_spectral_end"}
 
@@ -261,4 +274,4 @@ def test_summary_keeps_the_order_of_the_results_and_shows_points_without_finishe
         "Res+None",
     ]
     assert rows[4].finished == 0
-    assert np.isnan(rows[4].cells["weight_v1_end"].found.value)
+    assert np.isnan(rows[4].cells["weight_end"].found.value)

@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
-from synthetic import Point, at_chance, paper, study
+from synthetic import PROJECTIONS, TRANSFORMER_CLAIMS, Point, ablated, at_chance, paper, study, transformer
 
 from gcjax.errors import GcjaxError
-from gcjax.reporting import doses, figures, panels
+from gcjax.reporting import doses, figures, panels, trained
 
 GAINS = (0.1, 0.577, 1.0)
 OPTIMIZERS = (("adam", 1e-3), ("sgd", 0.1))
@@ -144,6 +144,118 @@ def test_figures_without_data_are_skipped():
         doses.init_scale(nothing.isel(matrix=0))
 
 
-def test_a_study_of_several_matrices_has_a_set_of_figures_each():
-    done, _ = figures.draw(study([Point("Res+ReLU")], seeds=2, matrices=("gate", "up")))
-    assert {"lags-gate", "lags-up"} <= set(done)
+def test_several_matrices_have_shared_figures_and_a_set_each():
+    done, skipped = figures.draw(study([Point("Res+ReLU")], seeds=2, layers=3, matrices=("gate", "down")))
+    shared = {figure.__name__ for figure in trained.FIGURES} - {"perplexity"}
+    each = {f"{name}-{matrix}" for name in ("rank_profile", "layer_cosines", "lags", "transfer") for matrix in ("gate", "down")}
+    assert set(done) == shared | each
+    assert set(skipped) == {"perplexity", *figures.TOGETHER} | {f"{n}-{m}" for n in DOSES for m in ("gate", "down")}
+    assert all(skipped.values())
+    assert done["transfer-gate"].get_supylabel().startswith("transfer |⟨v₁(W)")
+    assert done["transfer-down"].get_supylabel().startswith("transfer |⟨u₁(W)")
+
+
+def test_figures_that_name_a_space_are_of_the_matrix_s_own():
+    points = [Point("Res+ReLU", {"model.init_gain": gain}, space="output", output=0.1) for gain in GAINS]
+    ds = study(points, seeds=2, layers=3, matrices=("down", "gate"))
+    for matrix, label, level in (("down", "continuity u1, output space", 0.96), ("gate", "continuity v1, input space", 0.1)):
+        for draw in (doses.init_scale, figures.continuity_over_training):
+            figure = draw(ds.sel(matrix=matrix))
+            assert figure.get_supylabel() == label
+            mean = figure.axes[0].lines[-1 if draw is doses.init_scale else 2].get_ydata()
+            assert float(np.asarray(mean)[-1]) == pytest.approx(level, abs=0.03)
+
+
+SILU, NONE = transformer("SiLU"), ablated()
+TRANSFORMERS = {
+    "two": [SILU, NONE],
+    "three": [SILU, NONE, replace(transformer("V ReLU"), statuses=["diverged"])],
+    "many": [SILU, NONE, transformer("no RoPE"), replace(transformer("NoRes"), statuses=DIVERGED)],
+    "rates": [replace(one, swept={"optim.lr": rate}) for rate in (1e-3, 3e-3) for one in (SILU, NONE)],
+}
+
+
+@pytest.fixture(scope="module")
+def together():
+    made = {
+        name: study(points, seeds=3, layers=4, matrices=PROJECTIONS, claims=TRANSFORMER_CLAIMS, language=True)
+        for name, points in TRANSFORMERS.items()
+    }
+    return {name: {figure.__name__: figure(ds) for figure in trained.FIGURES} for name, ds in made.items()}
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_figures_of_transformers_draw_without_warnings_and_are_labelled(together, name):
+    for title, figure in together[name].items():
+        figure.savefig(io.BytesIO(), format="png", dpi=50)
+        shown = [ax for ax in figure.axes if ax.get_visible()]
+        rows = [text.get_text() for ax in shown for text in ax.get_yticklabels()]
+        assert any([figure.get_supylabel(), *(ax.get_ylabel() for ax in shown)]) or "Q v₁   SiLU" in rows[0], title
+        assert figure.get_supxlabel() or any(ax.get_xlabel() or ax.get_xticklabels() for ax in shown), title
+        assert figure.legends, title
+
+
+def _curves(ax):
+    """Colour and dash of every line, with its last value."""
+    return {(to_hex(one.get_color()), one.get_linestyle()): float(one.get_ydata()[-1]) for one in ax.lines}
+
+
+def test_projections_over_training_has_each_space_in_its_colour(together):
+    panels_of = {ax.get_title(loc="left"): ax for ax in together["two"]["projections_over_training"].axes}
+    assert list(panels_of)[:7] == ["Q", "K", "V", "O", "Gate", "Up", "Down"]
+    blue, orange = "#0072b2", "#e69f00"
+    assert panels_of["V"].get_title(loc="right") == "paper: neither"
+    assert _curves(panels_of["Q"])[blue, "-"] == pytest.approx(0.8, abs=0.02)
+    assert _curves(panels_of["Q"])[orange, "-"] < 0.1
+    assert _curves(panels_of["Down"])[orange, "-"] == pytest.approx(0.8, abs=0.02)
+    assert _curves(panels_of["Down"])[blue, "-"] < 0.1
+    assert _curves(panels_of["Gate"])[blue, "--"] == pytest.approx(0.4, abs=0.02)
+
+
+def test_projections_at_the_end_are_bars_of_both_spaces(together):
+    (ax,) = together["two"]["projections_end"].axes
+    heights = [bar.get_height() for bar in ax.patches]
+    silu, none = np.array(heights).reshape(2, 7, 2)
+    np.testing.assert_allclose(silu[:, 0], [0.8, 0.8, 0.05, 0.05, 0.8, 0.8, 0.05], atol=0.03)
+    np.testing.assert_allclose(silu[:, 1], [0.05, 0.05, 0.05, 0.8, 0.05, 0.05, 0.8], atol=0.03)
+    np.testing.assert_allclose(none[:, 0], [0.8, 0.8, 0.05, 0.05, 0.4, 0.4, 0.05], atol=0.03)
+
+
+def test_gradients_are_of_each_matrix_s_own_space(together):
+    figure = together["two"]["gradients"]
+    titles = [ax.get_title(loc="left") for ax in figure.axes if ax.get_visible()]
+    assert titles == ["Q, v₁", "K, v₁", "V, v₁", "O, u₁", "Gate, v₁", "Up, v₁", "Down, u₁"]
+    for ax in figure.axes[:7]:
+        gradient = [value for (_, dash), value in _curves(ax).items() if dash == "--"]
+        assert gradient == pytest.approx([0.95, 0.95], abs=0.03)
+
+
+def test_perplexity_is_logarithmic_and_named_in_the_legend(together):
+    figure = together["two"]["perplexity"]
+    (ax,) = figure.axes
+    assert ax.get_yscale() == "log"
+    assert [text.split(":")[0] for text in _legend(figure)] == ["SiLU", "None"]
+    assert ax.lines[0].get_ydata()[0] == pytest.approx(4096, rel=0.01)
+
+
+def test_more_variants_have_a_row_each_and_say_what_did_not_finish(together):
+    axes = together["many"]["projections_over_training"].axes
+    assert len(axes) == 4 * 7
+    assert [ax.get_ylabel() for ax in axes[::7]] == ["SiLU", "None", "no RoPE", "NoRes (0/3 runs)"]
+    assert [text.get_text() for text in axes[21].texts] == ["no finished run"]
+    rows = [ax.get_title(loc="left") for ax in together["rates"]["projections_end"].axes]
+    assert rows == ["SiLU, lr=0.001", "None, lr=0.001", "SiLU, lr=0.003", "None, lr=0.003"]
+
+
+def test_a_palette_tells_variants_apart():
+    names = ("SiLU", "linear attention", "no RoPE", "V ReLU", "V SiLU", "None")
+    tints = panels.palette(names)
+    assert len(set(tints.values())) == len(names)
+    assert (tints["SiLU"], tints["None"]) == (panels.COLOURS["SiLU"], panels.COLOURS["None"])
+
+
+def test_transformers_without_finished_runs_have_no_figures():
+    ds = study([replace(SILU, statuses=DIVERGED)], seeds=2, matrices=PROJECTIONS, claims=TRANSFORMER_CLAIMS, language=True)
+    done, skipped = figures.draw(ds)
+    assert done == {}
+    assert skipped["projections_end"] == "no run has finished"

@@ -160,6 +160,17 @@ def test_gram_alignment_quantiles_know_the_larger_space_of_rectangular_matrices(
         assert inside == pytest.approx(0.8, abs=4 * np.sqrt(0.8 * 0.2 / 399))
 
 
+@pytest.mark.parametrize("shape", [(8, 60), (4, 30)])
+def test_gram_alignment_quantiles_are_nearly_normal_in_many_dimensions(shape):
+    layers, values = shape
+    spectrum_LM = np.linspace(2, 1, values) ** np.arange(1, layers + 1)[:, None]
+    q, d = [0.025, 0.16, 0.5, 0.84, 0.975], 60
+    drawn = nulls.gram_alignment_quantile(q, spectrum_LM, nulls.haar_squares(d, 4000))
+    normal = nulls.gram_alignment_quantile(q, spectrum_LM, d)
+    np.testing.assert_allclose(drawn, normal, atol=0.15 * normal[-1])
+    assert np.isnan(nulls.gram_alignment_quantile(q, spectrum_LM * 0, d)).all()
+
+
 @pytest.mark.parametrize("spread", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("rows", [60, 200])
 def test_gram_alignment_of_gains_is_that_of_haar_frames(spread, rows):

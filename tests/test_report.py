@@ -1,6 +1,7 @@
 """The report writes all its files whole, prints within 100 columns, needs no JAX, and explains what it cannot read."""
 
 import csv
+import json
 import os
 import shutil
 import subprocess
@@ -9,12 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from synthetic import Point, at_chance, paper, study
+from synthetic import PROJECTIONS, SPEED, TRANSFORMER_CLAIMS, Point, ablated, at_chance, paper, study, transformer
 
 from gcjax import results
 from gcjax.errors import GcjaxError
 from gcjax.reporting.claims import evaluate
 from gcjax.reporting.report import report
+from gcjax.reporting.summary import summary
+from gcjax.reporting.tables import SUMMARY_WIDTHS, free, summary_cells
 
 QUICK = [
     Point("Res+None", end=0.5),
@@ -94,6 +97,82 @@ def test_tables_fit_the_terminal_and_show_every_claim(tmp_path, capsys):
     assert "near 1/pi = 0.318" in printed
 
 
+@pytest.fixture(scope="module")
+def transformers(tmp_path_factory):
+    """A short study of a transformer's seven matrices, in the alphabetical order that a file may have them in."""
+    points = [transformer("SiLU"), replace(ablated(), statuses=["diverged"])]
+    names = sorted(PROJECTIONS)
+    ds = study(points, seeds=4, layers=3, matrices=names, claims=TRANSFORMER_CLAIMS, language=True)
+    ds["spectrum"][:, :, names.index("gate"), :, 20:] = float("nan")  # a matrix with fewer singular values than another
+    return results.save(ds, tmp_path_factory.mktemp("transformers") / "results.nc")
+
+
+def test_a_study_of_transformers_is_reported(transformers, capsys):
+    report(transformers, formats=(), echo=True)
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 100
+    assert "…" not in printed
+    for text in (
+        "8 runs: 7 finished, 1 diverged",
+        "2,560 tokens a second and run, 41.3% of the device's",
+        "projections",
+        "gate-ablation",
+        "SiLU - None: Gate weight v1 at end",
+        "within ±0.1",
+        "at step 500",
+        "\nDown u1\n",
+        "3/4",
+    ):
+        assert text in printed
+    assert "ppl: perplexity of held-out text" in " ".join(printed.split())
+    assert "test accuracy" not in printed
+    assert "no-residual" not in printed
+    rows = _rows(transformers.parent / "summary.csv")
+    assert [(row["matrix"], row["space"], row["variant"]) for row in rows[6:8]] == [
+        ("o", "output", "SiLU"),
+        ("o", "output", "None"),
+    ]
+    assert float(rows[6]["weight_end"]) > 0.7 > 0.1 > float(rows[6]["weight_other_end"])
+    assert {row["verdict"] for row in _rows(transformers.parent / "claims.csv")} == {"reproduced"}
+
+
+def test_a_table_of_transformers_has_a_line_for_each_matrix_s_chance_and_variants(transformers):
+    rows = summary(results.load(transformers))
+    cells = summary_cells(rows, 2)
+    assert [row[0] for row in cells[1:5]] == ["Q v1", "chance", "SiLU", "None"]
+    assert len(cells) == 1 + 7 * 4
+    assert all(len(row) == len(SUMMARY_WIDTHS) for row in cells)
+    for row in cells[1:]:
+        assert all(len(cell) <= width for cell, width in zip(row[1:], SUMMARY_WIDTHS[1:])), row
+
+
+@pytest.mark.parametrize(
+    ("value", "two", "three"),
+    [
+        (1.049, "1.05", "1.049"),
+        (9.996, "10.0", "10.00"),
+        (99.96, "100", "100.0"),
+        (4210.2, "4210", "4210.2"),
+        (16384.0, "16k", "16k"),
+    ],
+)
+def test_numbers_without_an_end_stay_narrow(value, two, three):
+    assert (free(value, 2), free(value, 3)) == (two, three)
+    assert free(None, 2) == free(float("nan"), 2) == "-"
+
+
+def test_a_speed_that_is_not_known_is_left_out(transformers, tmp_path):
+    ds = results.load(transformers)
+    without_peak = SPEED | {"model_flops_utilisation": None}
+    for speed, said in ((without_peak, "2,560 tokens a second and run."), ({"steps_per_second": None}, "")):
+        results.save(ds.assign_attrs(throughput=json.dumps(speed)), tmp_path / "results.nc")
+        report(tmp_path, formats=(), echo=False)
+        text = (tmp_path / "claims.md").read_text(encoding="utf-8")
+        assert said in text
+        assert ("tokens" in text) == bool(said)
+        assert "FLOP" not in text
+
+
 def test_echo_off_prints_nothing(small, capsys):
     report(small, formats=(), echo=False)
     assert capsys.readouterr().out == ""
@@ -113,10 +192,11 @@ def test_csv_holds_full_numbers(saved, reported):
     (peak,) = [row for row in checks if row["name"] == "Res+None: weight v1, peak"]
     assert float(peak["low"]) < float(peak["value"]) < float(peak["high"])
     assert (peak["verdict"], peak["passed"], peak["n"]) == ("reproduced", "True", "3")
-    summary = _rows(saved.parent / "summary.csv")
-    assert [row["variant"] for row in summary] == [point.variant for point in QUICK]
-    assert float(summary[3]["positive_activation_baseline"]) == pytest.approx(0.3183, abs=1e-4)
-    assert float(summary[0]["weight_v1_end_chance"]) == pytest.approx(0.0499, abs=1e-4)
+    rows = _rows(saved.parent / "summary.csv")
+    assert [row["variant"] for row in rows] == [point.variant for point in QUICK]
+    assert {(row["matrix"], row["space"]) for row in rows} == {("", "input")}
+    assert float(rows[3]["positive_activation_baseline"]) == pytest.approx(0.3183, abs=1e-4)
+    assert float(rows[0]["weight_end_chance"]) == pytest.approx(0.0499, abs=1e-4)
 
 
 def test_a_figure_of_an_earlier_report_does_not_outlive_its_results(small):

@@ -70,16 +70,19 @@ def haar_squares(d: int, draws: int, seed: int = 0) -> np.ndarray:
     return squares
 
 
-def gram_alignment_quantile(q: Sequence[float], spectrum_LM: np.ndarray, squares_NDD: np.ndarray) -> np.ndarray:
+def gram_alignment_quantile(q: Sequence[float], spectrum_LM: np.ndarray, squares_NDD: np.ndarray | int) -> np.ndarray:
     """Quantiles of the mean gram alignment over adjacent pairs of a stack with these spectra in Haar frames.
 
     `spectrum_LM` holds the singular values, `squares_NDD` comes from `haar_squares` for the space's dimension d >= M. In
     relative frame Q the alignment of diagonals a and b is `a^T (Q * Q) b`: one set of draws serves all pairs and all stacks.
-    Each pair takes another draw. NaN where a spectrum is not finite or zero.
+    Each pair takes another draw. Given d alone, where drawing costs too much, the mean is taken to be normal with its exact
+    standard deviation: pairs are uncorrelated. NaN where a spectrum is not finite or zero.
     """
-    d, draws = squares_NDD.shape[-1], len(squares_NDD)
     if not np.isfinite(spectrum_LM).all() or (spectrum_LM[:, 0] <= 0).any():
         return np.full(len(q), np.nan)
+    if isinstance(squares_NDD, int):
+        return stats.norm.ppf(np.asarray(q)) * gram_alignment_std(squares_NDD) / np.sqrt(len(spectrum_LM) - 1)
+    d, draws = squares_NDD.shape[-1], len(squares_NDD)
     eigen_DL = np.zeros((d, len(spectrum_LM)), np.float32)
     eigen_DL[: spectrum_LM.shape[-1]] = (spectrum_LM / spectrum_LM[:, :1]).T ** 2
     eigen_DL -= eigen_DL.mean(axis=0)

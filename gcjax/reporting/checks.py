@@ -1,23 +1,26 @@
 """One number against one threshold, and the runs of one setting that such numbers are taken from."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import xarray as xr
 
-from gcjax.reporting import measures
+from gcjax.reporting import measures, spaces
 from gcjax.reporting.statistics import Interval, mean_interval, paired
 
 UNDECIDED = "undecided, the interval spans the threshold"
-LABELS = {
-    "weight_v1_start": "weight v1 at step 0",
-    "weight_v1_peak": "weight v1, peak",
-    "weight_v1_end": "weight v1 at end",
-    "weight_v1_drop": "weight v1, peak - end",
-    "gradient_v1_start": "gradient v1 at step 0",
-    "cumulative_v1_end": "cumulative-gradient v1 at end",
+LABELS = {  # {own}, {other}: v1 or u1, by the space that the numbers are of
+    "weight_start": "weight {own} at step 0",
+    "weight_peak": "weight {own}, peak",
+    "weight_end": "weight {own} at end",
+    "weight_drop": "weight {own}, peak - end",
+    "weight_other_peak": "weight {other}, peak",
+    "weight_other_end": "weight {other} at end",
+    "gradient_start": "gradient {own} at step 0",
+    "cumulative_end": "cumulative-gradient {own} at end",
     "dominance_end": "lead of rank 1, weights",
     "transfer_end": "transfer at end",
 }
@@ -57,7 +60,11 @@ def check(
     passed = found.low >= at_least and found.high <= at_most
     spans = not passed and found.low <= at_most and found.high >= at_least
     threshold = f"in [{at_least:.3g}, {at_most:.3g}]"
-    if np.isinf(at_least):
+    if np.isinf(at_least) and np.isinf(at_most):
+        threshold = ""
+    elif at_least == -at_most:
+        threshold = f"within ±{at_most:.3g}"
+    elif np.isinf(at_least):
         threshold = f"<= {at_most:.3g}"
     elif np.isinf(at_most):
         threshold = f">= {at_least:.3g}"
@@ -67,11 +74,17 @@ def check(
 
 @dataclass(frozen=True)
 class Setting:
-    """The runs of one setting as `measures.per_run` numbers, and the confidence of a statement about them."""
+    """The runs of one setting as `measures.per_run` numbers, and the confidence of a statement about them.
+
+    The numbers are of one matrix, of the first where `matrices` holds a setting for each; those differ in their numbers
+    alone, and have the matrix as `subject` in their checks' names.
+    """
 
     label: str
     numbers: xr.Dataset
     confidence: float
+    subject: str = ""
+    matrices: Mapping[str, "Setting"] = field(default_factory=dict)
 
     @property
     def variants(self) -> list[str]:
@@ -106,6 +119,12 @@ class Setting:
         odd = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
         return f"{variant}: {done.sizes['run']} of {every.sizes['run']} runs finished, {odd}" if odd else ""
 
+    def name(self, who: str, measure: str) -> str:
+        """What a check of a measure is called: `SiLU: Gate weight v1 at end`."""
+        own = self.numbers.attrs["space"]
+        what = LABELS[measure].format(own=spaces.LABELS[own], other=spaces.LABELS[spaces.other(own)])
+        return f"{who}: {self.subject} {what}" if self.subject else f"{who}: {what}"
+
     def null(self, variant: str, measure: str) -> float:
         """The measure's chance level, mean over the variant's runs."""
         return float(self.runs(variant)[f"{measure}_chance"].mean())
@@ -114,12 +133,12 @@ class Setting:
         """One variant's mean of `measure`, beside its chance level where it has one, against the bounds in `how`."""
         null = self.null(variant, measure) if f"{measure}_chance" in self.numbers else None
         found = mean_interval(self.runs(variant)[measure], self.confidence)
-        return check(f"{variant}: {LABELS[measure]}", found, null=null, **how)
+        return check(self.name(variant, measure), found, null=null, **how)
 
     def lead(self, front: str, back: str, measure: str, **how: Any) -> Check:
         """How far one variant lies above another in `measure`, paired by seed."""
         found = mean_interval(paired(self.runs(front)[measure], self.runs(back)[measure]), self.confidence)
-        return check(f"{front} - {back}: {LABELS[measure]}", found, **how)
+        return check(self.name(f"{front} - {back}", measure), found, **how)
 
     def ratio_at_crossing(self, variant: str, norm: str, **how: Any) -> Check:
         """Update ratio at which transfer crosses its level: geometric mean, with the interval of the mean logarithm.

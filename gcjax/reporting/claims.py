@@ -1,8 +1,9 @@
-"""The paper's claims about MLPs as predicates over results (arXiv 2605.04971).
+"""The paper's claims as predicates over a study's results (arXiv 2605.04971).
 
 A claim is a pure function of one setting's runs that returns checks; what they are held against stands in the config's
-`claims` section, fixed before the study ran. There a *string* names a variant that the claim needs, a *list of strings*
-variants of which those that ran are judged. A new claim is a function, a section of thresholds and a line in `CLAIMS`.
+`claims` section, fixed before the study ran; a study is judged by the claims that have thresholds there. A *string* names a
+variant that the claim needs, a *list of strings* variants of which those that ran are judged. A new claim is a function, a
+section of thresholds and a line in `CLAIMS`.
 """
 
 import json
@@ -13,11 +14,13 @@ from typing import Any, Literal
 import xarray as xr
 
 from gcjax.errors import GcjaxError
-from gcjax.reporting import measures
+from gcjax.reporting import measures, projection_claims, spaces
 from gcjax.reporting.checks import Check, Setting
 
 Rule = Mapping[str, Any]
 Verdict = Literal["reproduced", "not reproduced", "not tested"]
+UNPREDICTED = "the paper predicts continuity of V in neither space; its numbers are of the input space"
+GENERAL = ("min_seeds", "confidence", "spike")  # keys of the config's section that belong to no claim
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,17 @@ class Claim:
 
 @dataclass(frozen=True)
 class Definition:
-    """A claim as the paper states it. `across`: one verdict over all settings instead of one for each."""
+    """A claim as the paper states it.
+
+    `across`: one verdict over all settings instead of one for each. `matrices`: those that it is about, together; other
+    claims are judged matrix by matrix.
+    """
 
     id: str
     statement: str
     checks: Callable[[Setting, Rule], list[Check]]
     across: bool = False
+    matrices: tuple[str, ...] = ()
 
     @property
     def section(self) -> str:
@@ -54,25 +62,25 @@ def no_residual(setting: Setting, rule: Rule) -> list[Check]:
         twin = variant.replace("NoRes", "Res", 1)
         ran = setting.runs(twin).sizes["run"] > 0
         note = "" if ran else f"no finished run of its residual twin {twin} in this setting"
-        for measure, detail in (("cumulative_v1_end", note), ("weight_v1_end", "")):
+        for measure, detail in (("cumulative_end", note), ("weight_end", "")):
             limit = setting.null(variant, measure) + rule["margin"]
             checks.append(setting.check(variant, measure, at_most=limit, detail=detail))
         if ran:
-            checks.append(setting.check(twin, "cumulative_v1_end", at_least=rule["twin_min"]))
+            checks.append(setting.check(twin, "cumulative_end", at_least=rule["twin_min"]))
     return checks
 
 
 def _forms_then_loses(setting: Setting, rule: Rule, **how: Any) -> list[Check]:
     return [
-        setting.check(rule["variant"], "weight_v1_peak", at_least=rule["peak_min"], **how),
-        setting.check(rule["variant"], "weight_v1_drop", at_least=rule["drop_min"], **how),
-        setting.lead(rule["reference"], rule["variant"], "weight_v1_end", at_least=rule["behind_min"], **how),
+        setting.check(rule["variant"], "weight_peak", at_least=rule["peak_min"], **how),
+        setting.check(rule["variant"], "weight_drop", at_least=rule["drop_min"], **how),
+        setting.lead(rule["reference"], rule["variant"], "weight_end", at_least=rule["behind_min"], **how),
     ]
 
 
 def residual_linear(setting: Setting, rule: Rule) -> list[Check]:
     """Weights form continuity, lose it and end behind the reference, while the gradients keep theirs."""
-    gradient = setting.check(rule["variant"], "cumulative_v1_end", at_least=rule["gradient_min"])
+    gradient = setting.check(rule["variant"], "cumulative_end", at_least=rule["gradient_min"])
     return [*_forms_then_loses(setting, rule), gradient]
 
 
@@ -89,8 +97,8 @@ def residual_elementwise(setting: Setting, rule: Rule) -> list[Check]:
     """Continuity is high at the end, and little below its peak."""
     checks = []
     for variant in rule["variants"]:
-        checks.append(setting.check(variant, "weight_v1_end", at_least=rule["end_min"]))
-        checks.append(setting.check(variant, "weight_v1_drop", at_most=rule["drop_max"]))
+        checks.append(setting.check(variant, "weight_end", at_least=rule["end_min"]))
+        checks.append(setting.check(variant, "weight_drop", at_most=rule["drop_max"]))
     return checks
 
 
@@ -107,9 +115,9 @@ def gradient_first(setting: Setting, rule: Rule) -> list[Check]:
     """Before the first step gradients cohere and weights are at chance."""
     checks = []
     for variant in rule["variants"]:
-        limit = setting.null(variant, "weight_v1_start") + rule["margin"]
-        checks.append(setting.check(variant, "gradient_v1_start", at_least=rule["gradient_min"]))
-        checks.append(setting.check(variant, "weight_v1_start", at_most=limit))
+        limit = setting.null(variant, "weight_start") + rule["margin"]
+        checks.append(setting.check(variant, "gradient_start", at_least=rule["gradient_min"]))
+        checks.append(setting.check(variant, "weight_start", at_most=limit))
     return checks
 
 
@@ -125,7 +133,7 @@ def transfer(setting: Setting, rule: Rule) -> list[Check]:
 def optimizer_free(setting: Setting, rule: Rule) -> list[Check]:
     """The elementwise variant ends above the rotation-equivariant ones."""
     lower = rule["lower"]
-    return [setting.lead(rule["upper"], variant, "weight_v1_end", at_least=rule["margin"]) for variant in lower]
+    return [setting.lead(rule["upper"], variant, "weight_end", at_least=rule["margin"]) for variant in lower]
 
 
 CLAIMS = (
@@ -170,25 +178,45 @@ CLAIMS = (
         optimizer_free,
         across=True,
     ),
+    Definition(
+        "projections",
+        spaces.PATTERN,
+        projection_claims.projections,
+        matrices=tuple(spaces.PREDICTED),
+    ),
+    Definition(
+        "gate-ablation",
+        "Without the MLP's activation Gate and Up lose their input-space continuity; Q, K, O and Down keep theirs.",
+        projection_claims.gate_ablation,
+        matrices=(*projection_claims.LOSE, *projection_claims.STAY),
+    ),
 )
 
 
 def evaluate(ds: xr.Dataset) -> list[Claim]:
-    """Every claim in every setting in which one of its variants ran; a single row, not tested, where none did.
+    """Every claim with thresholds, in every setting in which one of its variants ran; a single row, not tested, where none did.
 
-    Several matrices are judged one by one. Raises `GcjaxError` where the config lacks thresholds for a claim.
+    Several matrices are judged one by one, unless the claim is about them together. Raises `GcjaxError` where the config
+    has thresholds for no claim, or for one that is not known.
     """
     rules = measures.thresholds(ds)
-    unset = [claim.section for claim in CLAIMS if claim.section not in rules]
-    if unset:
-        raise GcjaxError(f"the results' config sets no thresholds for {', '.join(unset)} in its section 'claims'")
-    settings = []
+    unknown = set(rules) - {claim.section for claim in CLAIMS} - set(GENERAL)
+    judged = [claim for claim in CLAIMS if claim.section in rules]
+    if unknown:
+        raise GcjaxError(f"the results' config sets thresholds for claims that are not known: {', '.join(sorted(unknown))}")
+    if not judged:
+        raise GcjaxError("the results' config sets thresholds for no claim in its section 'claims'")
+    confidence, each = rules["confidence"], {}
+    together: dict[str, dict[str, Setting]] = {}
     for matrix, of_matrix in measures.matrices(ds).items():
         numbers = measures.per_run(of_matrix, rules)
         for label in measures.distinct(numbers.setting):
             inside = numbers.isel(run=(numbers.setting == label).values)
-            settings.append(Setting(measures.labelled(matrix, label), inside, rules["confidence"]))
-    return [row for claim in CLAIMS for row in _judge(claim, settings, rules)]
+            each[matrix, label] = Setting(measures.labelled(matrix, label), inside, confidence)
+            named = Setting(label, inside, confidence, subject=matrix.capitalize())
+            together.setdefault(label, {})[str(inside.attrs["matrix"])] = named
+    whole = [replace(next(iter(of.values())), subject="", matrices=of) for of in together.values()]
+    return [row for claim in judged for row in _judge(claim, whole if claim.matrices else list(each.values()), rules)]
 
 
 @dataclass(frozen=True)
@@ -245,10 +273,15 @@ def _outcome(claim: Definition, setting: Setting, rule: Rule, min_seeds: int) ->
                 lacking.append(count or f"{name}: {finished[name]} runs finished, {min_seeds} needed")
             elif count:
                 notes.append(count)
+    absent = [name for name in claim.matrices if name not in setting.matrices]
+    if absent:
+        lacking.append(f"no projection {', '.join(absent)}")
     checks = []
-    if all(judged.values()):
+    if all(judged.values()) and not absent:
         lists = {key: names for key, names in judged.items() if isinstance(rule[key], list)}
         checks = claim.checks(setting, {**rule, **lists})
+        if not claim.matrices and spaces.PREDICTED.get(setting.numbers.attrs["matrix"]) == "neither":
+            notes.append(UNPREDICTED)
     few = [check for check in checks if check.decides and check.n < min_seeds]
     lacking += [f"{check.name}: {check.n} runs, {min_seeds} needed" for check in few]
     return _Outcome(tuple(check for check in checks if check not in few), tuple(lacking), tuple(notes))

@@ -11,7 +11,7 @@ from gcjax.reporting.panels import CHANCE, Look, NoData, colour, line
 from gcjax.reporting.statistics import mean_interval
 
 GAIN = "model.init_gain"
-PEAK_AND_END: Mapping[str, Look] = {"weight_v1_peak": {"ls": "--", "mfc": "white"}, "weight_v1_end": {"ls": "-"}}
+PEAK_AND_END: Mapping[str, Look] = {"weight_peak": {"ls": "--", "mfc": "white"}, "weight_end": {"ls": "-"}}
 
 
 @panels.styled
@@ -24,7 +24,7 @@ def init_scale(ds: xr.Dataset) -> Figure:
     if not shown:
         raise NoData("no variant has finished runs at two initial scales")
     rules = measures.thresholds(ds)
-    figure, axes = panels.grid(shown, "init gain g, W ~ N(0, g²/d)", "continuity v1, input space", height=1.6)
+    figure, axes = panels.grid(shown, "init gain g, W ~ N(0, g²/d)", panels.continuity_label(ds), height=1.6)
     for point, ax in zip(shown, axes):
         panels.chance_band(ax, ds)
         numbers = measures.per_run(point.runs, rules)
@@ -58,7 +58,7 @@ def optimizers(ds: xr.Dataset) -> Figure:
     figure = Figure(figsize=(max(0.75 * len(names) + 0.8, 4.2), 2 * len(settings) + 1.2))
     axes = figure.subplots(len(settings), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     for point in shown:
-        v1, ax = measures.per_run(point.runs, rules).weight_v1_end, axes[settings.index(point.setting)]
+        v1, ax = measures.per_run(point.runs, rules).weight_end, axes[settings.index(point.setting)]
         offset = 0.7 * ((variants.index(point.variant) + 0.5) / len(variants) - 0.5)
         for name in measures.distinct(point.every.optimizer):
             values = v1.values[(v1.optimizer == name).values]
@@ -70,7 +70,7 @@ def optimizers(ds: xr.Dataset) -> Figure:
             ax.axvline(edge - 0.5, color=CHANCE, lw=0.4)
     axes[0].set(ylim=(0, 1.02), xlim=(-0.5, len(names) - 0.5))
     axes[0].set_xticks(range(len(names)), [name.replace(", ", "\n") for name in names])
-    figure.supylabel("continuity v1 at end, input space", size=8)
+    figure.supylabel(panels.continuity_label(ds, " at end"), size=8)
     figure.supxlabel("optimizer", size=8)
     entries = [line(name, marker="o", ms=4, ls="", **_look(name)) for name in variants]
     panels.legend(figure, [*entries, panels.band_entry(), *panels.not_finished_entry(figure)], 4)

@@ -1,4 +1,5 @@
 """The paper's pictures, drawn from results: each function takes a study's dataset of one matrix and returns a Figure.
+`trained` has those of a study of several matrices together.
 
 A function raises `NoData`, saying why, where the results lack what it draws. Means are over finished runs.
 """
@@ -9,9 +10,8 @@ import numpy as np
 import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 
-from gcjax.reporting import doses, measures, panels
+from gcjax.reporting import doses, measures, panels, spaces, trained
 from gcjax.reporting.panels import CHANCE, GREY, Look, NoData, Point, colour, grid, line
 from gcjax.reporting.statistics import mean_interval
 
@@ -20,7 +20,6 @@ SPIKE: Look = {"color": EVENT, "marker": "v", "ls": "", "ms": 4, "mec": "none"}
 DIVERGED: Look = {"color": EVENT, "marker": "x", "ls": "", "ms": 5, "mew": 1.2}
 THIN: Look = {"lw": 0.5, "alpha": 0.4}
 DOTTED: Look = {"color": GREY, "lw": 0.9, "ls": (0, (1, 1))}
-TICK: Look = {"color": GREY, "marker": "|", "ls": "", "ms": 8, "mew": 1.5}
 DIAMOND: Look = {"mec": GREY, "mfc": "white", "marker": "D", "ls": "", "ms": 4}
 BASELINE = "1/π: positive activations alone"
 BY_SPACE: Mapping[str, Look] = {
@@ -33,21 +32,18 @@ BY_SPACE: Mapping[str, Look] = {
 def continuity_over_training(ds: xr.Dataset) -> Figure:
     """v1 of weights and of cumulative gradients against the training step: the paper's main figure, for every point."""
     shown, nats = panels.points(ds), measures.thresholds(ds)["spike"]
-    figure, axes = grid(shown, "training step", "continuity v1, input space")
+    figure, axes = grid(shown, "training step", panels.continuity_label(ds))
+    space = measures.space(ds)
     for point, ax in zip(shown, axes):
         panels.chance_band(ax, ds)
         for source, look in _by_source(colour(point.variant)).items():
-            ax.plot(ds.step, measures.continuity(point.every, source).T, **(look | THIN))
-            ax.plot(ds.step, measures.continuity(point.runs, source).mean("run"), **look)
+            ax.plot(ds.step, measures.continuity(point.every, source, space).T, **(look | THIN))
+            ax.plot(ds.step, measures.continuity(point.runs, source, space).mean("run"), **look)
         if point.variant == measures.POSITIVE:
             ax.axhline(measures.POSITIVE_BASELINE, **DOTTED)
         _mark_events(ax, point, nats)
-    last = float(ds.step.max())
-    powers = [10**k for k in range(1, 12) if 10**k <= last]
-    axes[0].set_xscale("symlog", linthresh=1, linscale=0.4)
-    axes[0].set(ylim=(0, 1.12), xlim=(0, last), yticks=[0, 0.5, 1])
-    axes[0].set_xticks([0, *powers], ["0", *(f"{power:,}" for power in powers)])
-    axes[0].xaxis.set_minor_locator(NullLocator())
+    panels.step_axis(axes[0], float(ds.step.max()))
+    axes[0].set(ylim=(0, 1.12), yticks=[0, 0.5, 1])
     weights, gradients = _by_source("black").values()
     entries = [line("weights", **weights), line("cumulative gradients", **gradients), panels.band_entry()]
     entries += [line("loss spike", **SPIKE)] * bool(measures.spikes(ds, nats).any())
@@ -70,7 +66,9 @@ def _mark_events(ax: Axes, point: Point, nats: float) -> None:
     lost = point.every.isel(run=(point.every.status == "diverged").values)
     if lost.sizes["run"]:
         last = measures.end_index(lost)
-        ax.plot(lost.step[last], measures.continuity(lost, "weight").isel(step=last), **DIVERGED, zorder=4)
+        ax.plot(
+            lost.step[last], measures.continuity(lost, "weight", measures.space(lost)).isel(step=last), **DIVERGED, zorder=4
+        )
 
 
 @panels.styled
@@ -78,34 +76,18 @@ def beside_v1(ds: xr.Dataset) -> Figure:
     """v1 at the end beside what qualifies it: overlap, Gram alignment, gap, accuracy; each with its chance level."""
     shown, rules = panels.finished_somewhere(ds), measures.thresholds(ds)
     columns = {
-        "weight_v1_end": "v1",
+        "weight_end": "v1",
         "overlap_end": f"overlap of the\nleading {ds.sizes['rank']}",
         "gram_end": "Gram alignment",
         "gap_end": "near-tie s₂/s₁",
         "accuracy_end": "test accuracy",
     }
-    titles = [point.title.replace("\n", "  ") for point in shown]
-    figure = Figure(figsize=(5.6 + 0.06 * max(map(len, titles)), 0.2 * len(shown) + 1.3))
-    axes = figure.subplots(1, len(columns), sharex=True, sharey=True)
+    rows = [(point.title.replace("\n", "  "), point.runs, colour(point.variant)) for point in shown]
+    figure, axes = panels.beside(rows, columns, rules)
     for row, point in enumerate(shown):
-        numbers = measures.per_run(point.runs, rules)
-        for ax, name in zip(axes, columns):
-            power = -1 if name == "gap_end" else 1  # s_1/s_2 has no upper end, its inverse shares the axis 0..1
-            ax.plot((numbers[f"{name}_chance"] ** power).mean(), row, **TICK)
-            panels.dot(ax, row, numbers[name] ** power, rules["confidence"], sideways=True, color=colour(point.variant))
         if point.variant == measures.POSITIVE:
             axes[0].plot(measures.POSITIVE_BASELINE, row, **DIAMOND)
-    for ax, label in zip(axes, columns.values()):
-        ax.set_xlabel(label)
-        ax.grid(axis="y", lw=0.3)
-        ax.tick_params(axis="y", length=0)
-    axes[0].set(xlim=(-0.05, 1.05), xticks=[0, 0.5, 1], ylim=(len(shown) - 0.5, -0.5))
-    axes[0].set_yticks(range(len(shown)), titles)
-    entries = [
-        line("mean and interval", color="black", marker="o", ms=4),
-        line("a run", color="black", marker="o", ms=2, ls="", alpha=0.4),
-        line("chance (s₂/s₁, accuracy: before training)", **TICK),
-    ]
+    entries = panels.beside_entries("chance (s₂/s₁, accuracy: before training)")
     entries += [line(BASELINE, **DIAMOND)] * bool((ds.variant == measures.POSITIVE).any())
     panels.legend(figure, [*entries, *panels.not_finished_entry(figure)], 3)
     return figure
@@ -185,7 +167,10 @@ def layer_cosines(ds: xr.Dataset) -> Figure:
 @panels.styled
 def transfer(ds: xr.Dataset) -> Figure:
     """Transfer of the cumulative gradient's leading vector to the weight, against the update ratio in two norms."""
-    shown, level = panels.finished_somewhere(ds), measures.thresholds(ds)["transfer"]["crossing"]
+    shown, rules, space = panels.finished_somewhere(ds), measures.thresholds(ds), measures.space(ds)
+    if "transfer" not in rules:
+        raise NoData("the config sets no thresholds for transfer")
+    level, vector = rules["transfer"]["crossing"], spaces.SYMBOLS[space]
     settings, norms = list(dict.fromkeys(point.setting for point in shown)), ds.norm.values.tolist()
     figure = Figure(figsize=(7.2, (2.3 if len(settings) < 3 else 1.5) * len(settings) + 0.3))
     axes = figure.subplots(len(settings), len(norms), sharex=True, sharey=True, squeeze=False)
@@ -194,7 +179,7 @@ def transfer(ds: xr.Dataset) -> Figure:
         moved = point.runs.update_ratio.where(
             point.runs.update_ratio > 0
         )  # W = W_0 at step 0, and under a learning rate of zero
-        taken = point.runs.transfer.sel(space="input").mean("layer")
+        taken = point.runs.transfer.sel(space=space).mean("layer")
         for norm, ax in zip(norms, axes[settings.index(point.setting)]):
             ratio = moved.sel(norm=norm).mean("layer")
             ax.plot(ratio.T, taken.T, **(look | THIN))
@@ -203,12 +188,12 @@ def transfer(ds: xr.Dataset) -> Figure:
         for norm, ax in zip(norms, row):
             ax.axvline(1, color=GREY, lw=0.8)
             ax.axhline(level, **DOTTED)
-            ax.axhline(float(ds.cosine_null.sel(space="input")), color=CHANCE, lw=2, zorder=0)
+            ax.axhline(float(ds.cosine_null.sel(space=space)), color=CHANCE, lw=2, zorder=0)
             where = "" if setting == measures.AS_CONFIGURED else f", {setting}"
             ax.set_title(f"{norm.capitalize()} norm{where}", loc="left")
     axes[0, 0].set(xscale="log", ylim=(0, 1.02))
     figure.supxlabel("update ratio ‖W - W₀‖ / ‖W₀‖, mean over layers", size=8)
-    figure.supylabel("transfer |⟨v₁(W), v₁(C)⟩|, mean over layers", size=8)
+    figure.supylabel(f"transfer |⟨{vector}(W), {vector}(C)⟩|, mean over layers", size=8)
     entries = [line(name, color=colour(name), ls=panels.dash(name)) for name in dict.fromkeys(p.variant for p in shown)]
     entries += [line("chance", color=CHANCE, lw=2), line("ratio 1", color=GREY, lw=0.8)]
     entries += [line(f"transfer {level:.3g}", **DOTTED)]
@@ -228,14 +213,28 @@ FIGURES: tuple[Callable[[xr.Dataset], Figure], ...] = (
 )
 
 
+TOGETHER = {  # in a study of several matrices: what takes the place of a figure that each would have
+    "continuity_over_training": "projections_over_training and gradients show it for every matrix",
+    "beside_v1": "beside_continuity shows it for every matrix",
+}
+
+
 def draw(ds: xr.Dataset) -> tuple[dict[str, Figure], dict[str, str]]:
     """Every figure by name, and the reason for each that the results cannot fill; one set a matrix of the layer."""
-    drawn, skipped = {}, {}
-    for matrix, of_matrix in measures.matrices(ds).items():
+    of_each = measures.matrices(ds)
+    wanted: dict[str, tuple[Callable[[xr.Dataset], Figure], xr.Dataset]] = {}
+    if "" not in of_each:
+        wanted |= {figure.__name__: (figure, ds) for figure in trained.FIGURES}
+    for matrix, of_matrix in of_each.items():
         for figure in FIGURES:
-            name = f"{figure.__name__}-{matrix}" if matrix else figure.__name__
-            try:
-                drawn[name] = figure(of_matrix)
-            except NoData as reason:
-                skipped[name] = str(reason)
+            if not matrix:
+                wanted[figure.__name__] = (figure, of_matrix)
+            elif figure.__name__ not in TOGETHER:
+                wanted[f"{figure.__name__}-{matrix}"] = (figure, of_matrix)
+    drawn, skipped = {}, {} if "" in of_each else dict(TOGETHER)
+    for name, (figure, of_matrix) in wanted.items():
+        try:
+            drawn[name] = figure(of_matrix)
+        except NoData as reason:
+            skipped[name] = str(reason)
     return drawn, skipped

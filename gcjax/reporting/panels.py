@@ -1,7 +1,7 @@
 """How the figures look: one style, one colour and dash a variant, one small panel a point of the study."""
 
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,10 +14,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.ticker import NullLocator
 from numpy.typing import ArrayLike
 
 from gcjax.errors import GcjaxError
-from gcjax.reporting import measures
+from gcjax.reporting import measures, spaces
 from gcjax.reporting.statistics import mean_interval
 
 Look = dict[str, Any]
@@ -51,6 +52,7 @@ STYLE: Any = {
     "svg.hashsalt": "gcjax",
     "figure.constrained_layout.use": True,
 }
+TICK: Look = {"color": GREY, "marker": "|", "ls": "", "ms": 8, "mew": 1.5}
 NOT_FINISHED: Look = {"marker": "x", "ls": "", "ms": 4, "mew": 1}
 styled = mpl.rc_context(STYLE)
 
@@ -98,6 +100,15 @@ def colour(variant: str) -> str:
     """The variant's colour, that of its activation."""
     activation = variant.rpartition("+")[2]
     return COLOURS.get(activation, OTHER_COLOUR)
+
+
+def palette(variants: Iterable[str]) -> dict[str, str]:
+    """A colour for each variant: its activation's, and to others the colours that are left, in order."""
+    names = list(variants)
+    found = {name: COLOURS[name] for name in names if name in COLOURS}
+    left = [tint for tint in (OTHER_COLOUR, *COLOURS.values(), GREY) if tint not in found.values()]
+    others = [name for name in names if name not in found]
+    return found | dict(zip(others, left * len(names)))
 
 
 def dash(variant: str) -> str:
@@ -148,10 +159,25 @@ def line(label: str, **look: Any) -> Line2D:
     return Line2D([], [], label=label, **look)
 
 
+def continuity_label(ds: xr.Dataset, when: str = "") -> str:
+    """What an axis of one matrix's continuity is called."""
+    space = measures.space(ds)
+    return f"continuity {spaces.LABELS[space]}{when}, {space} space"
+
+
 def chance_band(ax: Axes, ds: xr.Dataset) -> None:
-    """Where 95 % of runs without any continuity would lie: the null of the mean over all pairs, input space."""
-    low, high = ds.cosine_mean_null_quantile.sel(space="input").isel(quantile=[0, -1]).values
+    """Where 95 % of runs without any continuity would lie: the null of the mean over all pairs, the matrix's own space."""
+    low, high = ds.cosine_mean_null_quantile.sel(space=measures.space(ds)).isel(quantile=[0, -1]).values
     ax.axhspan(low, high, color=CHANCE, lw=0, zorder=0)
+
+
+def step_axis(ax: Axes, last: float) -> None:
+    """Training steps from 0 to `last`, logarithmic beyond the first."""
+    powers = [10**k for k in range(1, 12) if 10**k <= last]
+    ax.set_xscale("symlog", linthresh=1, linscale=0.4)
+    ax.set_xlim(0, last)
+    ax.set_xticks([0, *powers], ["0", *(f"{power:,}" for power in powers)])
+    ax.xaxis.set_minor_locator(NullLocator())
 
 
 def band_entry() -> Patch:
@@ -178,3 +204,34 @@ def dot(ax: Axes, at: float, values: ArrayLike, confidence: float, *, sideways: 
     if np.isfinite(found.low):
         draw([at, at], [found.low, found.high], lw=1.2)
     return draw([at], [found.value], marker="o", ms=4, ls="")
+
+
+def beside(
+    rows: Sequence[tuple[str, xr.Dataset, str]], columns: Mapping[str, str], rules: Mapping[str, Any]
+) -> tuple[Figure, np.ndarray]:
+    """A figure with a row for each (title, finished runs of one matrix, colour) and a panel for each measure at the end."""
+    titles = [title for title, _, _ in rows]
+    figure = Figure(figsize=(5.6 + 0.06 * max(map(len, titles)), 0.2 * len(rows) + 1.3))
+    axes = figure.subplots(1, len(columns), sharex=True, sharey=True)
+    for row, (_, runs, tint) in enumerate(rows):
+        numbers = measures.per_run(runs, rules)
+        for ax, name in zip(axes, columns):
+            power = -1 if name == "gap_end" else 1  # s_1/s_2 has no upper end, its inverse shares the axis 0..1
+            ax.plot((numbers[f"{name}_chance"] ** power).mean(), row, **TICK)
+            dot(ax, row, numbers[name] ** power, rules["confidence"], sideways=True, color=tint)
+    for ax, label in zip(axes, columns.values()):
+        ax.set_xlabel(label)
+        ax.grid(axis="y", lw=0.3)
+        ax.tick_params(axis="y", length=0)
+    axes[0].set(xlim=(-0.05, 1.05), xticks=[0, 0.5, 1], ylim=(len(rows) - 0.5, -0.5))
+    axes[0].set_yticks(range(len(rows)), titles)
+    return figure, axes
+
+
+def beside_entries(chance: str) -> list[Line2D]:
+    """The legend entries of `beside`."""
+    return [
+        line("mean and interval", color="black", marker="o", ms=4),
+        line("a run", color="black", marker="o", ms=2, ls="", alpha=0.4),
+        line(chance, **TICK),
+    ]

@@ -7,18 +7,16 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from gcjax.reporting.checks import Check, check
+from gcjax.reporting import pattern
+from gcjax.reporting.checks import Check
 from gcjax.reporting.claims import Claim, Verdict
+from gcjax.reporting.spaces import LABELS, PATTERN, PREDICTED
 from gcjax.reporting.statistics import Interval, mean_interval
 from gcjax.reporting.tables import number
 
-# The space in which a projection is continuous, according to the paper (arXiv 2605.04971).
-PREDICTED = {"q": "input", "k": "input", "v": "neither", "o": "output", "gate": "input", "up": "input", "down": "output"}
 MARGIN = 0.1  # above chance, from which a mean |cos| counts as continuity; chance is .005 to .06 in real widths
 CONFIDENCE = 0.95
 AT_SCALE = 8e9  # parameters
-LABELS = {"input": "v1", "output": "u1"}
-PATTERN = "Q, K, Gate and Up are continuous in the input space, O and Down in the output space, V in neither."
 LEGEND = (
     "Means over pairs of adjacent layers, in brackets the chance level. raw: the matrix as stored; effective: with its norm's "
     "gains folded in, its chance level that of the same spectrum and gains in random frames. v1, u1: |cos| of the leading "
@@ -117,22 +115,11 @@ def _claim(name: str, statement: str, ds: xr.Dataset, checks: Sequence[Check], l
 def _checks(ds: xr.Dataset) -> list[Check]:
     checks = []
     for matrix, predicted in PREDICTED.items():
-        if matrix not in ds.matrix.values:
-            continue
-        raw = ds.sel(matrix=matrix, form="raw")
-        cosine, name = raw.cosine.sel(rank=1), matrix.capitalize()
-        if predicted == "neither":
-            for space, label in LABELS.items():
-                level = float(raw.cosine_null.sel(space=space))
-                found = mean_interval(cosine.sel(space=space), CONFIDENCE)
-                checks.append(check(f"{name}: {label}", found, null=level, at_most=level + MARGIN))
-            continue
-        other = next(space for space in LABELS if space != predicted)
-        level = float(raw.cosine_null.sel(space=predicted))
-        found = mean_interval(cosine.sel(space=predicted), CONFIDENCE)
-        checks.append(check(f"{name}: {LABELS[predicted]}", found, null=level, at_least=level + MARGIN))
-        lead = mean_interval(cosine.sel(space=predicted) - cosine.sel(space=other), CONFIDENCE)
-        checks.append(check(f"{name}: {LABELS[predicted]} - {LABELS[other]}", lead, at_least=0.0))
+        if matrix in ds.matrix.values:
+            raw = ds.sel(matrix=matrix, form="raw")
+            cosine = {space: raw.cosine.sel(rank=1, space=space) for space in LABELS}
+            chance = {space: float(raw.cosine_null.sel(space=space)) for space in LABELS}
+            checks += pattern.checks(f"{matrix.capitalize()}: ", predicted, cosine, chance, MARGIN, CONFIDENCE)
     return checks
 
 

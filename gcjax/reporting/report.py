@@ -18,7 +18,7 @@ from gcjax import results
 from gcjax.errors import GcjaxError
 from gcjax.reporting import circuits, figures, measures, panels, portraits, projections, tables
 from gcjax.reporting.claims import Claim, evaluate
-from gcjax.reporting.summary import BASELINE, LEGEND, summary
+from gcjax.reporting.summary import BASELINE, legend, summary
 
 WIDTH = 100
 DPI = 200
@@ -46,7 +46,8 @@ def report(path: str | os.PathLike[str], *, formats: Sequence[str] = ("svg", "pn
     drawn, skipped = draw(ds) if formats else ({}, {})
     drawn |= {"circuits": circuits.figure(products)} if formats and products is not None else {}
     pictures = {name: " ".join(f"[{kind}](figures/{name}.{kind})" for kind in formats) for name in drawn}
-    pictures |= {name: f"not drawn, {reason}" for name, reason in skipped.items()}
+    for reason in dict.fromkeys(skipped.values()):
+        pictures[", ".join(name for name in skipped if skipped[name] == reason)] = f"not drawn, {reason}"
     files = {
         "claims.md": _markdown(told.markdown, pictures).encode(),
         "claims.csv": _csv(tables.claims_csv(told.claims)),
@@ -75,19 +76,29 @@ def _study(ds: xr.Dataset) -> Told:
     ended = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     sure = measures.thresholds(ds)["confidence"]
     head = f"{ds.sizes['run']} runs: {ended}. Means are over finished runs, in brackets their {100 * sure:.3g}% interval."
-    legend = LEGEND.format(rank=ds.sizes["rank"])
+    head, explained = head + _speed(ds), legend(rows, ds.sizes["rank"])
     baseline = f"\n\n† {BASELINE}." if any(row.baseline for row in rows) else ""
     return Told(
-        (f"Study {ds.attrs['study']}. {head}", tables.claims_table(claims), tables.summary_table(rows), Text(legend, "dim")),
+        (f"Study {ds.attrs['study']}. {head}", tables.claims_table(claims), tables.summary_table(rows), Text(explained, "dim")),
         (
             f"# Study {ds.attrs['study']}",
             f"{head}\n\n{_origin(ds, 'data')}",
             f"## Claims\n\n{tables.claims_markdown(claims)}",
-            f"## Summary\n\n{tables.markdown(tables.summary_cells(rows, 3))}\n\n{legend}{baseline}",
+            f"## Summary\n\n{tables.markdown(tables.summary_cells(rows, 3))}\n\n{explained}{baseline}",
         ),
         claims,
         tables.summary_csv(rows),
     )
+
+
+def _speed(ds: xr.Dataset) -> str:
+    """How fast a language model's runs went, as a sentence; '' where that is not known."""
+    found = json.loads(ds.attrs["throughput"])
+    if "tokens_per_second" not in found:
+        return ""
+    used = found["model_flops_utilisation"]
+    share = "" if used is None else f", {100 * used:.3g}% of the device's peak FLOP/s"
+    return f" {found['tokens_per_second']:,.0f} tokens a second and run{share}."
 
 
 def _model(ds: xr.Dataset, products: xr.Dataset | None) -> Told:

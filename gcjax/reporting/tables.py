@@ -13,17 +13,27 @@ from rich.text import Text
 
 from gcjax.reporting.checks import UNDECIDED, Check
 from gcjax.reporting.claims import Claim
-from gcjax.reporting.summary import BASELINE, COLUMNS, Row
+from gcjax.reporting.summary import BASELINE, Row, headings
 
 STYLES = {"reproduced": "green", "not reproduced": "red", "not tested": "yellow", "yes": "green", "no": "red"}
 CHECK_WIDTHS = (1, 41, 22, 6, 11, 3, 9)
-SUMMARY_WIDTHS = (12, 4, 3, 3, 4, 9, 4, 4, 4, 5, 4, 4, 4, 5, 5, 5, 4)
+SUMMARY_WIDTHS = (12, 4, 3, 3, 4, 9, 4, 5, 4, 5, 4, 4, 4, 5, 5, 5, 4)
+FREE = ("gap_end", "ratio_frobenius_end", "ratio_spectral_end", "perplexity_end")  # numbers without an upper end
+FOLDED_WIDTH = 60  # characters: the names of more settings are left out
 Cells = list[list[str]]
 
 
 def number(value: float | None, digits: int) -> str:
     """A number for people; '-' where there is none."""
     return f"{value:z.{digits}f}" if value is not None and np.isfinite(value) else "-"
+
+
+def free(value: float | None, digits: int) -> str:
+    """A number without an upper end, in four characters at two digits: 1.05, 10.5, 105, 9875, 16k."""
+    size = abs(value) if value is not None and np.isfinite(value) else 0.0
+    if size >= 9999.5:
+        return f"{size / 1e3:.0f}k"
+    return number(value, max(digits - sum(size >= bound for bound in (9.995, 99.95)), 0))
 
 
 def outcome(check: Check) -> str:
@@ -44,7 +54,9 @@ def folded(claims: Sequence[Claim]) -> list[Claim]:
     for key, group in groupby(claims, lambda claim: (claim.id, claim.notes, claim.checks)):
         same = list(group)
         fold = len(same) > 1 and not key[2]
-        rows += [replace(same[0], setting=f"{len(same)} settings")] if fold else same
+        named = ", ".join(claim.setting for claim in same)
+        short = named if len(named) <= FOLDED_WIDTH else f"{len(same)} settings"
+        rows += [replace(same[0], setting=short)] if fold else same
     return rows
 
 
@@ -109,13 +121,14 @@ def _grid(rows: Cells, widths: Sequence[int], left: int) -> Table:
 def summary_cells(rows: Sequence[Row], digits: int) -> Cells:
     """Head and body for people: settings as rows of their own, each followed by its chance levels, then its points."""
     body: Cells = []
+    named = headings(rows)
     for setting, group in groupby(rows, lambda row: row.setting):
         inside = list(group)
-        nulls = [[row.cells[name].null for row in inside] for name in COLUMNS]
-        body.append([setting, *[""] * (3 + len(COLUMNS))])
-        body.append(["chance", "", "", "", *(number(_mean(levels), digits) for levels in nulls)])
+        nulls = {name: _mean([row.cells[name].null for row in inside]) for name in named}
+        body.append([setting, *[""] * (3 + len(named))])
+        body.append(["chance", "", "", "", *(_shown(name, level, digits) for name, level in nulls.items())])
         body += [_cells(row, digits) for row in inside]
-    return [["variant", "runs", "div", "spk", *COLUMNS.values()], *body]
+    return [["variant", "runs", "div", "spk", *named.values()], *body]
 
 
 def _mean(levels: Sequence[float | None]) -> float | None:
@@ -123,13 +136,17 @@ def _mean(levels: Sequence[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
+def _shown(name: str, value: float | None, digits: int) -> str:
+    return free(value, digits) if name in FREE else number(value, digits)
+
+
 def _cells(row: Row, digits: int) -> list[str]:
     total = row.finished + row.diverged + row.unfinished
     runs = str(total) if row.finished == total else f"{row.finished}/{total}"
-    shown = {name: number(cell.found.value, digits) for name, cell in row.cells.items()}
-    end = row.cells["weight_v1_end"].found
+    shown = {name: _shown(name, cell.found.value, digits) for name, cell in row.cells.items()}
+    end = row.cells["weight_end"].found
     if np.isfinite(end.low):
-        shown["weight_v1_end"] += f"±{number((end.high - end.low) / 2, digits)}"
+        shown["weight_end"] += f"±{number((end.high - end.low) / 2, digits)}"
     counts = [str(count) if count else "" for count in (row.diverged, row.spiked)]
     return [row.variant + " †" * (row.baseline is not None), runs, *counts, *shown.values()]
 
@@ -147,13 +164,33 @@ def claims_csv(claims: Sequence[Claim]) -> list[list[Any]]:
 
 def summary_csv(rows: Sequence[Row]) -> list[list[Any]]:
     """One row a point, every measure with its interval, number of runs and chance level."""
-    parts = [f"{name}{part}" for name in COLUMNS for part in ("", "_low", "_high", "_n", "_chance")]
+    parts = [f"{name}{part}" for name in rows[0].cells for part in ("", "_low", "_high", "_n", "_chance")]
     body = []
     for row in rows:
         counts = [row.finished, row.diverged, row.unfinished, row.spiked]
         cells = [(c.found.value, c.found.low, c.found.high, c.found.n, c.null) for c in row.cells.values()]
-        body.append([row.setting, row.variant, *counts, row.baseline, *(value for cell in cells for value in cell)])
-    head = ["setting", "variant", "finished", "diverged", "unfinished", "spiked", "positive_activation_baseline"]
+        body.append(
+            [
+                row.matrix,
+                row.space,
+                row.setting,
+                row.variant,
+                *counts,
+                row.baseline,
+                *(value for cell in cells for value in cell),
+            ]
+        )
+    head = [
+        "matrix",
+        "space",
+        "setting",
+        "variant",
+        "finished",
+        "diverged",
+        "unfinished",
+        "spiked",
+        "positive_activation_baseline",
+    ]
     return [[*head, *parts], *body]
 
 

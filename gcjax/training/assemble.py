@@ -16,7 +16,7 @@ from gcjax.training import problem, sweep, throughput
 from gcjax.training.checkpoint import History
 from gcjax.training.executor import boundaries, full_steps, snapshot_steps
 
-HAAR_DRAWS = 200
+HAAR_DRAWS, HAAR_LARGEST = 200, 256  # of a larger dimension the normal approximation is good, and drawing slow
 
 
 def assemble(
@@ -134,7 +134,8 @@ def _losses(joined: Mapping[str, np.ndarray], ends: Sequence[int], steps: Sequen
 def _nulls(dims: Mapping[str, tuple[int, int]], variables: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     q, cosine = results.QUANTILES, variables["cosine"]
     pairs, ranks = cosine.shape[-2], np.arange(1, cosine.shape[-1] + 1)
-    squares = {d: nulls.haar_squares(d, HAAR_DRAWS) for d in {d for pair in dims.values() for d in pair}}
+    sizes = {d for pair in dims.values() for d in pair}
+    squares = {d: nulls.haar_squares(d, HAAR_DRAWS) if d <= HAAR_LARGEST else d for d in sizes}
 
     def each(of_dimension: Any) -> np.ndarray:
         return np.asarray([[of_dimension(d) for d in pair] for pair in dims.values()], np.float32)
@@ -153,7 +154,7 @@ def _nulls(dims: Mapping[str, tuple[int, int]], variables: Mapping[str, np.ndarr
     }
 
 
-def _gram_null(s_LK: np.ndarray, dims: tuple[int, int], squares: Mapping[int, np.ndarray]) -> list[np.ndarray]:
+def _gram_null(s_LK: np.ndarray, dims: tuple[int, int], squares: Mapping[int, np.ndarray | int]) -> list[np.ndarray]:
     """Quantiles for the input and the output space, computed once where their dimensions are equal."""
     levels = {d: nulls.gram_alignment_quantile(results.QUANTILES, s_LK[:, : min(dims)], squares[d]) for d in set(dims)}
     return [levels[d] for d in dims]
