@@ -124,12 +124,19 @@ def claims() -> dict:
 
 
 def mini() -> dict:
-    """The paper's pattern and the gate ablation in minutes: width 128, 2.1M parameters, English Wikipedia summaries."""
+    """The paper's pattern and the gate ablation in minutes: width 128, 2.1M parameters, English Wikipedia summaries.
+
+    7 minutes on two cores. At the end, SiLU: v1 Q .77, K .77, V .27, Gate .60, Up .54; u1 O .70, Down .66; perplexity 409.
+    None: Gate .50, Up .44, K .59, O .50, perplexity 379; at step 25 Gate .22 and Up .25 to SiLU's .46 and .47.
+    """
     return {"points": (activation("SiLU"), activation("None"))}
 
 
 def paper() -> dict:
-    """The paper's run: width 512, 33.7M parameters, WikiText-103; one GPU or TPU, or `--config.executor.data_devices=N`."""
+    """The paper's run: width 512, 33.7M parameters, WikiText-103; one GPU or TPU, or `--config.executor.data_devices=N`.
+
+    NOT RUN yet: no accelerator was at hand.
+    """
     return {
         "points": (activation("SiLU"), activation("None")),
         "data": {"source": "wikitext-103", "vocabulary": 16384},
@@ -149,14 +156,17 @@ def paper() -> dict:
 
 
 def ablation() -> dict:
-    """Every MLP activation, the norms and no residual, 3 seeds, at the size of `mini`."""
+    """Every MLP activation, the norms and no residual, 3 seeds, at the size of `mini`. NOT RUN yet; half an hour."""
     others = (point("LayerNorm", norm="layernorm"), point("NoNorm", norm="none"), point("NoRes", residual=False))
     return {"points": (*map(activation, ACTIVATIONS), *others)}
 
 
 def untested() -> dict:
     """What the paper says of attention but did not test: is it the softmax that gives Q and K their continuity, and the lack of
-    a nonlinearity that denies it to V? Linear attention with and without rotary embedding; V behind an activation."""
+    a nonlinearity that denies it to V? Linear attention with and without rotary embedding; V behind an activation.
+
+    NOT RUN yet; a quarter of an hour.
+    """
     points = (
         activation("SiLU"),
         point("linear attention", attention="linear"),

@@ -28,7 +28,13 @@ examples:
   gcjax train --config configs/mlp_ablation.py:quick --workdir runs/fashion --config.data.name=fashion_mnist \\
       --config.data.source=idx --config.data.directory=/usr/share/datasets/fashion-mnist
 
-presets of configs/mlp_ablation.py: quick, paper, init_scale, optimizer, normalization"""
+  gcjax train --config configs/llama_wikitext.py:mini --workdir runs/llama-mini
+  gcjax train --config configs/llama_wikitext.py:mini --workdir runs/own --config.data.source=files \
+      --config.data.files='texts/*.txt'
+  gcjax train --config configs/llama_wikitext.py:34m --workdir runs/llama-34m --config.executor.data_devices=4
+
+presets of configs/mlp_ablation.py: quick, paper, init_scale, optimizer, normalization
+presets of configs/llama_wikitext.py: mini, 34m, ablation, untested"""
 MEASURE = """Measure the geometric continuity of a pretrained model's projections (Q, K, V, O, Gate, Up, Down): a
 checkpoint (safetensors or GGUF) is streamed, one matrix in memory at a time. Stopped at any moment, the same command
 resumes."""

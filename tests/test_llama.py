@@ -265,7 +265,8 @@ def test_rematerialization_changes_neither_loss_nor_gradients_and_is_there():
     for name, grad in grads.items():
         np.testing.assert_allclose(same[name], grad, rtol=1e-4, atol=1e-5 * np.abs(grad).max(), err_msg=name)
     traced = [str(jax.make_jaxpr(jax.grad(_loss(m)))(params, tokens)) for m in (plain, remat)]
-    assert ["checkpoint" in jaxpr or "remat" in jaxpr for jaxpr in traced] == [False, True]
+    attention_alone, whole_layers = (jaxpr.count("checkpoint") + jaxpr.count("remat") for jaxpr in traced)
+    assert 0 < attention_alone < whole_layers
 
 
 @pytest.mark.parametrize("changes", [{}, {"attention": "linear", "rope": False, "value_activation": "radial"}], ids=str)

@@ -10,6 +10,7 @@ attended to. Kernels are `[in, out]`; `stacks` turns them into `W[out, in]`.
 import dataclasses
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -179,11 +180,11 @@ class Llama(nn.Module):
             y_BTHE = rms_norm(y_BTHE, w[f"{name}_norm"], self.norm_eps) if self.qk_norm else y_BTHE
             return rotate(y_BTHE, positions_T, frequencies_W) if self.rope else y_BTHE
 
-        q_BTHE, k_BTNE, v_BTNE = project("q"), project("k"), project("v")
-        if self.attention == "linear":
-            y_BTHE = linear_attention(q_BTHE, k_BTNE, v_BTNE)
-        else:  # its softmax is in float32 whatever the dtype
-            y_BTHE = jax.nn.dot_product_attention(q_BTHE, k_BTNE, v_BTNE, is_causal=True)
+        # Softmax is in float32 whatever the dtype. The T x T weights of a layer are computed again in the backward pass: to
+        # keep those of all layers takes more memory than all else.
+        softmax = partial(jax.nn.dot_product_attention, is_causal=True)
+        mix = jax.checkpoint(linear_attention if self.attention == "linear" else softmax, prevent_cse=False)
+        y_BTHE = mix(project("q"), project("k"), project("v"))
         return dense(y_BTHE.reshape(*y_BTHE.shape[:2], -1), w["o"])
 
     def normalize(self, x_BTD: Array, gain_D: Array | None) -> Array:

@@ -26,7 +26,7 @@ def assemble(
     listed = sweep.runs(config)
     order = [[run[:3] for pack in packs for run in pack.runs].index(run[:3]) for run in listed]
     joined = {name: _run_first(name, [history[name] for history in histories])[order] for name in histories[0]}
-    steps = snapshot_steps(config)
+    steps, width = snapshot_steps(config), max(len(pack.runs) for pack in packs)
     full = [steps.index(step) for step in full_steps(config)]
     measured = {name.partition("/")[0] for name in joined if name.endswith("/cosine")}
     names = [name for name in problem.build(listed[0].config).roles if name in measured]  # in the model's order
@@ -70,7 +70,7 @@ def assemble(
         **origin(),
         "data": json.dumps(dict(provenance)),
         "wall_seconds": seconds,
-        "throughput": json.dumps(throughput.of_runs(listed, joined["chunk/seconds"], boundaries(config), steps)),
+        "throughput": json.dumps(throughput.of_runs(listed, width, joined["chunk/seconds"], boundaries(config), steps)),
     }
     return results.dataset({name: _narrow(value) for name, value in variables.items()}, coords, attrs)
 

@@ -116,7 +116,7 @@ def train_queue(
         for pack in waiting:
             if compiled is None or key != (pack.static, len(pack.runs)):
                 key = (pack.static, len(pack.runs))
-                compiled = programs(*key, where)
+                compiled = programs(*key, where, config.executor.fsdp)
             train_pack(pack, compiled, config, data, directory / pack.name, partial(report, pack), stop)
 
 

@@ -44,11 +44,18 @@ def feed(
     if not any(_stays(config, name, value) for name, value in data.items()):
         yield from (data for _ in intervals)
         return
+    if not intervals:
+        return
     corpus, rest = data[CORPUS], {name: value for name, value in data.items() if name != CORPUS}
 
+    # All at once and before the first chunk: later the device would only come to them when it is idle.
+    begin, end, longest = intervals[0][0], intervals[-1][1], max(last - first for first, last in intervals) + 1
+    starts_SB = np.asarray(_starts(config, len(corpus), key, np.arange(begin, end + 1, dtype=np.int32)))
+
     def gather(first: int, last: int) -> np.ndarray:
-        starts_SB = _starts(config, len(corpus), key, np.arange(first, last + 1, dtype=np.int32))
-        return language.gather(corpus, np.asarray(starts_SB), config.train.window)
+        # As many as the longest interval has, so that all share a program.
+        steps_S = np.minimum(np.arange(first, first + longest), last)
+        return language.gather(corpus, starts_SB[steps_S - begin], config.train.window)
 
     with ThreadPoolExecutor(1) as thread:
         ahead = [thread.submit(gather, *interval) for interval in intervals[:1]]

@@ -13,15 +13,24 @@ import numpy as np
 import optax
 
 from gcjax.data import text
+from gcjax.errors import GcjaxError
 from gcjax.models import llama
 from gcjax.training.problem import Problem
+
+MOST_TOKENS = 2**31 - 1  # places in the corpus are drawn as int32
 
 
 def load_data(config: Any, say: Callable[[str], object]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """As `problem.load_data`: `train` [T] and `valid`, windows [N, window + 1], evenly over the validation split."""
+    *parts, (_, total) = llama.parameters_per_part(config.model).items()
+    say(f"{total:,} parameters a run: " + ", ".join(f"{part} {count:,}" for part, count in parts if count))
     loaded = text.load(config.data.source, config.data.files, config.data.vocabulary, config.data.valid_fraction, report=say)
     window = config.train.window
     text.check_window(loaded, window)
+    if len(loaded.train_T) > MOST_TOKENS:
+        raise GcjaxError(
+            f"the corpus has {len(loaded.train_T)} tokens; places in it are drawn as int32, so {MOST_TOKENS} at most"
+        )
     count = min(config.measure.valid_windows, (len(loaded.valid_T) - 1) // window)
     starts_N = np.linspace(0, len(loaded.valid_T) - window - 1, count).astype(np.int64)
     return {"train": loaded.train_T, "valid": gather(loaded.valid_T, starts_N, window)}, dict(loaded.provenance)
@@ -41,6 +50,13 @@ def gather(tokens_T: Any, starts_B: Any, window: int) -> Any:
 def build(config: Any) -> Problem:
     """The problem of a bound config (traced fields may be tracers)."""
     model = llama.build(config.model)
+    window, longest = config.train.window, config.model.max_length
+    if 0 < longest < window:
+        raise GcjaxError(f"train.window={window} is longer than model.max_length={longest}; shorten it, or raise max_length")
+
+    if config.model.vocabulary != config.data.vocabulary:
+        raise GcjaxError(f"model.vocabulary={config.model.vocabulary} is not that of the tokens, "
+                         f"data.vocabulary={config.data.vocabulary}; set the latter alone")  # fmt: skip
 
     def batch(data: Any, key: Any, step: Any) -> Any:
         if "windows" in data:  # [S, B, T + 1], from step `first` on

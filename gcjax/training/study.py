@@ -55,6 +55,7 @@ def train(
     arrays, provenance = problem.load_data(listed[0].config, lambda text: console.print(text, highlight=False))
     width = executor.vmap_width(config)
     feed.check(config, arrays, width)
+    executor.groups(config)
     workdir = open_workdir(Path(workdir), _record(config, provenance, width), overwrite, ("packs",), FREE)
     path = workdir / "results.nc"
     if path.exists():
@@ -102,11 +103,12 @@ def _check_run(config: ConfigDict) -> None:
     if config.optim.weight_decay and config.optim.name not in optim.DECAYING:
         raise GcjaxError(f"optim.weight_decay={config.optim.weight_decay} does nothing under optim.name={config.optim.name!r}; "
                          f"the optimizers that decay weights are {', '.join(optim.DECAYING)}")  # fmt: skip
-    size = config.train.batch_size
-    for path, parts in (("executor.data_devices", config.executor.data_devices),
-                        ("train.microbatches", config.train.get("microbatches", 1))):  # fmt: skip
-        if size % parts:
-            raise GcjaxError(f"train.batch_size={size} cannot be divided into {path}={parts} equal parts")
+    size, devices, parts = config.train.batch_size, config.executor.data_devices, config.train.get("microbatches", 1)
+    if size % (devices * parts):
+        raise GcjaxError(f"train.batch_size={size} cannot be divided into train.microbatches={parts} equal parts on "
+                         f"executor.data_devices={devices}")  # fmt: skip
+    if config.executor.fsdp and devices == 1:
+        raise GcjaxError("executor.fsdp=True shards parameters over executor.data_devices, of which there is 1; set more")
     built = problem.build(config)
     optim.build(config.optim, config.train.steps, built.roles)
     for name, stack in jax.eval_shape(lambda: built.stacks(built.init(jax.random.key(0)))).items():

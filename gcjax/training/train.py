@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from ml_collections import FrozenConfigDict
 
 from gcjax.geometry.continuity import measure
@@ -119,11 +119,12 @@ class Programs(NamedTuple):
     where: Any  # the device, or the sharding over a group of devices, of what is not sharded
 
 
-def programs(static: FrozenConfigDict, width: int, where: Any) -> Programs:
+def programs(static: FrozenConfigDict, width: int, where: Any, fsdp: bool = False) -> Programs:
     """Compile-once programs for packs of `width` runs of one group (`gcjax.training.sweep.Pack.static`).
 
     `where` is a device, or the replicating sharding of a mesh with the axis DATA. There every device takes its part of each
-    batch. A snapshot is taken on the mesh's first device: its eigenproblems gain nothing from more.
+    batch and, with `fsdp`, holds its part of the state. A snapshot is taken on the mesh's first device: its eigenproblems gain
+    nothing from more.
     """
     mesh = getattr(where, "mesh", None)
 
@@ -152,11 +153,13 @@ def programs(static: FrozenConfigDict, width: int, where: Any) -> Programs:
     chunk_runs = _over_runs(chunk_run, (0, 0, None, None), width)
     snapshot_runs = jax.jit(_over_runs(snapshot_run, (0, 0, 0, None, None), width))
     if mesh is None:
-        return Programs(jax.jit(init_runs), jax.jit(chunk_runs, donate_argnums=0), snapshot_runs, where)
+        # Committed, as what a chunk returns is: else every program would be compiled once for either.
+        begin = jax.jit(init_runs, out_shardings=SingleDeviceSharding(where))
+        return Programs(begin, jax.jit(chunk_runs, donate_argnums=0), snapshot_runs, where)
 
     traced = {path: jnp.zeros(width) for path in sweep.traced(static)}
     like, _ = jax.eval_shape(init_runs, jnp.zeros(width, jnp.uint32), traced)
-    held = jax.tree.map(partial(_sharding, mesh, static.executor.fsdp), like)
+    held = jax.tree.map(partial(_sharding, mesh, fsdp), like)
     first = mesh.devices.flat[0]
 
     def snapshot_on_first(state: State, initial: Any, traced: Any, data: Any, whole: Any) -> dict[str, Any]:
@@ -171,7 +174,7 @@ def programs(static: FrozenConfigDict, width: int, where: Any) -> Programs:
 
 
 def _sharding(mesh: Mesh, fsdp: bool, like: jax.ShapeDtypeStruct) -> NamedSharding:
-    """Of a state's array: over its largest axis that divides (never the runs' or, of a stack, the layers'), or replicated."""
+    """Of a state's array: over its largest axis that divides (never the runs' or, of matrices, the layers'), or replicated."""
     axes = sorted(range(1 if like.ndim < 4 else 2, like.ndim), key=lambda axis: -like.shape[axis])
     fitting = [axis for axis in axes if like.shape[axis] % mesh.size == 0] if fsdp and like.ndim > 2 else []
     return NamedSharding(mesh, PartitionSpec(*(DATA if [axis] == fitting[:1] else None for axis in range(like.ndim))))
