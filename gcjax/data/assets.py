@@ -193,7 +193,7 @@ def fetch(name: str, *, cache: Path | None = None, report: Callable[[str], objec
         if not _intact(asset, root / name):
             state = "damaged or outdated" if (root / name).exists() else "not"
             say(f"{name} is {state} in the cache: fetching {asset.requirements}")
-            _remove_dead_scratch(root)
+            remove_dead_scratch(root, _SCRATCH)
             try:
                 _download(name, asset, root)
             except _Mismatch as mismatch:
@@ -205,16 +205,18 @@ def fetch(name: str, *, cache: Path | None = None, report: Callable[[str], objec
 
 
 def _intact(asset: Asset, directory: Path) -> bool:
-    return all((directory / f.name).is_file() and _sha256(directory / f.name) == f.sha256 for f in asset.files)
+    return all((directory / f.name).is_file() and sha256(directory / f.name) == f.sha256 for f in asset.files)
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """Of a file's content, in hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _remove_dead_scratch(root: Path) -> None:
-    for scratch in root.glob(f"{_SCRATCH}*"):
+def remove_dead_scratch(root: Path, prefix: str) -> None:
+    """Delete the scratch folders of `prefix` whose process has ended without doing so: it was killed."""
+    for scratch in root.glob(f"{prefix}*"):
         with contextlib.suppress(FileNotFoundError):  # another process may be removing it too
             if time.time() - scratch.stat().st_mtime > _DEAD_AFTER:
                 shutil.rmtree(scratch, ignore_errors=True)
@@ -247,7 +249,7 @@ def _assemble(file: File, scratch: Path) -> None:
 
 
 def _verify(name: str, path: Path, expected: str) -> None:
-    if (got := _sha256(path)) != expected:
+    if (got := sha256(path)) != expected:
         raise _Mismatch(f"asset {name}: {path.name} should have sha256 {expected} but has {got}")
 
 

@@ -4,12 +4,10 @@ A corpus is read anew for each pass over it (to split, to train the tokenizer, t
 than a few of its documents are in memory at a time.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import itertools
 import json
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +29,7 @@ SMALLEST, LARGEST = 257, 65_536  # entries: END and the 256 bytes; what uint16 c
 _FORMAT = 1  # of what is cached: another number for other tokens of the same text
 _TRAIN, _VALID, _TOKENIZER, _SUMS = "train.npy", "valid.npy", "tokenizer.json", "SHA256SUMS"
 _PIECE, _BATCH = 1 << 16, 1 << 20  # characters encoded as one string; at a time
-_SCRATCH, _DEAD_AFTER = ".prepare-", 24 * 3600.0  # seconds: an older scratch folder has lost its process
+_SCRATCH = ".prepare-"
 _TELL_EVERY = 10.0  # seconds
 
 
@@ -108,7 +106,7 @@ def load(
             _prepare(folder, train, valid, vocabulary, say)
         train_T, valid_T = (np.load(folder / name, mmap_mode="r") for name in (_TRAIN, _VALID))
         tokenizer = tokenizers.Tokenizer.from_str((folder / _TOKENIZER).read_text(encoding="utf-8"))
-        tokenizer_sha256 = _sha256(folder / _TOKENIZER)
+        tokenizer_sha256 = assets.sha256(folder / _TOKENIZER)
     except OSError as error:
         raise GcjaxError(f"tokens of {source} cannot be kept in {root} ({error}); GCJAX_CACHE sets another place") from error
     size = tokenizer.get_vocab_size()
@@ -176,10 +174,7 @@ def _scan(documents: Iterable[str]) -> tuple[UInt8[np.ndarray, "N 32"], Int64[np
 
 def _prepare(folder: Path, train: _Split, valid: _Split, vocabulary: int, say: Callable[[str], object]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    for scratch in folder.parent.glob(f"{_SCRATCH}*"):
-        with contextlib.suppress(FileNotFoundError):  # another process may be removing it too
-            if time.time() - scratch.stat().st_mtime > _DEAD_AFTER:
-                shutil.rmtree(scratch, ignore_errors=True)
+    assets.remove_dead_scratch(folder.parent, _SCRATCH)
     # Inside the cache, hence on its file system. File by file, since two processes write the same: neither takes away what
     # the other has opened. The sums come last: without them, nothing is trusted.
     with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=folder.parent) as place:
@@ -204,12 +199,7 @@ def _intact(folder: Path) -> bool:
 
 def _sums(folder: Path) -> str:
     """As `sha256sum -c` takes them."""
-    return "".join(f"{_sha256(folder / name)}  {name}\n" for name in (_TRAIN, _VALID, _TOKENIZER))
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    return "".join(f"{assets.sha256(folder / name)}  {name}\n" for name in (_TRAIN, _VALID, _TOKENIZER))
 
 
 def _train_tokenizer(documents: Iterable[str], vocabulary: int) -> tokenizers.Tokenizer:
