@@ -13,12 +13,13 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from contenders import Child
 
 PRESET = str(Path(__file__).parents[2] / "configs/llama_wikitext.py") + ":mini"
 POINT = "SiLU"
@@ -163,30 +164,14 @@ def contender(name: str, threads: int, seconds: float) -> None:
         print(steps / timed(lambda: advance(steps)), flush=True)
 
 
-class Child:
-    """A contender pinned to `cores`, a thread for each; on one core in the environment of the package's CPU workers."""
+def child(name: str, cores: Sequence[int], seconds: float) -> Child:
+    """A contender with a thread for each of its cores; on one core in the environment of the package's CPU workers."""
+    from gcjax.training.workers import worker_environment
 
-    def __init__(self, name: str, cores: Sequence[int], seconds: float):
-        from gcjax.training.workers import worker_environment
-
-        count = str(len(cores))
-        environment = worker_environment() if len(cores) == 1 else os.environ | {"NPROC": count, "OMP_NUM_THREADS": count}
-        command = [sys.executable, __file__, "--contender", name, "--threads", count, "--seconds", str(seconds)]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-            preexec_fn=lambda: os.sched_setaffinity(0, cores) if hasattr(os, "sched_setaffinity") else None,
-        )  # fmt: skip
-        self.facts = json.loads(self.process.stdout.readline())
-
-    def start(self) -> None:
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-
-    def rate(self) -> float:
-        return float(self.process.stdout.readline())
-
-    def end(self) -> None:
-        self.process.communicate()
+    count = str(len(cores))
+    environment = worker_environment() if len(cores) == 1 else os.environ | {"NPROC": count, "OMP_NUM_THREADS": count}
+    command = [sys.executable, __file__, "--contender", name, "--threads", count, "--seconds", str(seconds)]
+    return Child(command, cores, environment)
 
 
 def main() -> None:
@@ -202,19 +187,19 @@ def main() -> None:
 
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     beside, shared = f"{len(cores)} runs, one a core", f"one run, {len(cores)} threads"
-    teams = {(beside, name): [Child(name, [core], args.seconds) for core in cores] for name in CONTENDERS}
-    teams |= {(shared, name): [Child(name, cores, args.seconds)] for name in CONTENDERS}
+    teams = {(beside, name): [child(name, [core], args.seconds) for core in cores] for name in CONTENDERS}
+    teams |= {(shared, name): [child(name, cores, args.seconds)] for name in CONTENDERS}
     facts = teams[beside, "gcjax"][0].facts
     tokens, rates = facts["tokens"], {key: [] for key in teams}
     assert all(team[0].facts["parameters"] == facts["parameters"] for team in teams.values()), "not the same model"
     for _ in range(args.repeats):
         for key, team in teams.items():
-            for child in team:
-                child.start()
-            rates[key].append(tokens * sum(child.rate() for child in team))
+            for one in team:
+                one.start()
+            rates[key].append(tokens * sum(one.rate() for one in team))
     for team in teams.values():
-        for child in team:
-            child.end()
+        for one in team:
+            one.end()
 
     print(f"{args.repeats} measurements of {args.seconds} s each, taking turns; median [min, max]; ratios within a turn")
     fused = teams[beside, "eager PyTorch"][0].facts["fused"]

@@ -12,11 +12,12 @@ import importlib.util
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from contenders import Child
 
 PRESET = str(Path(__file__).parents[2] / "configs/mlp_ablation.py") + ":quick"
 POINT = "Res+ReLU"
@@ -171,28 +172,12 @@ def contender(name: str, seconds: float) -> None:
         print(steps / (time.perf_counter() - start), flush=True)
 
 
-class Child:
+def child(name: str, core: int, seconds: float) -> Child:
     """A contender on a core of its own, in the environment of the package's CPU workers."""
+    from gcjax.training.workers import worker_environment
 
-    def __init__(self, name: str, core: int, seconds: float):
-        from gcjax.training.workers import worker_environment
-
-        command = [sys.executable, __file__, "--contender", name, "--seconds", str(seconds)]
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=worker_environment(),
-            preexec_fn=lambda: os.sched_setaffinity(0, {core}) if hasattr(os, "sched_setaffinity") else None,
-        )  # fmt: skip
-        self.facts = json.loads(self.process.stdout.readline())
-
-    def start(self) -> None:
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-
-    def rate(self) -> float:
-        return float(self.process.stdout.readline())
-
-    def end(self) -> None:
-        self.process.communicate()
+    command = [sys.executable, __file__, "--contender", name, "--seconds", str(seconds)]
+    return Child(command, [core], worker_environment())
 
 
 def main() -> None:
@@ -207,21 +192,21 @@ def main() -> None:
 
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     names = [name for name in CONTENDERS if name != "eager PyTorch" or importlib.util.find_spec("torch")]
-    alone = {name: Child(name, cores[0], args.seconds) for name in names}
-    others = [Child("gcjax", core, args.seconds) for core in cores[1:]]
+    alone = {name: child(name, cores[0], args.seconds) for name in names}
+    others = [child("gcjax", core, args.seconds) for core in cores[1:]]
     rates = {name: [] for name in names}
     together = []
     for _ in range(args.repeats):
-        for name, child in alone.items():
-            child.start()
-            rates[name].append(child.rate())
+        for name, one in alone.items():
+            one.start()
+            rates[name].append(one.rate())
         team = [alone["gcjax"], *others]
-        for child in team:
-            child.start()
-        together.append(sum(child.rate() for child in team))
+        for one in team:
+            one.start()
+        together.append(sum(one.rate() for one in team))
     facts = alone["gcjax"].facts
-    for child in [*alone.values(), *others]:
-        child.end()
+    for one in [*alone.values(), *others]:
+        one.end()
 
     own = rates["gcjax"]
     print(f"{args.repeats} measurements of {args.seconds} s each, taking turns; median [min, max]; ratios within a turn\n")
