@@ -29,7 +29,7 @@ examples:
       --config.data.source=idx --config.data.directory=/usr/share/datasets/fashion-mnist
 
   gcjax train --config configs/llama_wikitext.py:mini --workdir runs/llama-mini
-  gcjax train --config configs/llama_wikitext.py:mini --workdir runs/own --config.data.source=files \
+  gcjax train --config configs/llama_wikitext.py:mini --workdir runs/own --config.data.source=files \\
       --config.data.files='texts/*.txt'
   gcjax train --config configs/llama_wikitext.py:34m --workdir runs/llama-34m --config.executor.data_devices=4
 

@@ -34,16 +34,6 @@ class Leading(NamedTuple):
     passes: int  # over the matrix
 
 
-class Wanted(NamedTuple):
-    """What is asked of a matrix: leading triplets of it in one frame."""
-
-    frame: "Frame | None"
-    rank: int  # at most `block`
-    tolerance: float  # radians, of the first SHARP vectors
-    seed: int  # of the starting block
-    block: int = BLOCK  # columns of one pass
-
-
 class Frame(NamedTuple):
     """Gains behind a rotation Q of one side of a matrix: `W Q diag(gain)`, or `diag(gain) Q^T W` where `output`.
 
@@ -67,6 +57,16 @@ class Frame(NamedTuple):
         for signs_D in self.signs_ND[::-1]:
             x_DB = signs_D[:, None] * jax.scipy.fft.idct(x_DB, axis=0, norm="ortho")
         return self.gain_D[:, None] * x_DB
+
+
+class Wanted(NamedTuple):
+    """What is asked of a matrix: leading triplets of it in one frame."""
+
+    frame: Frame | None
+    rank: int  # at most `block`
+    tolerance: float  # radians, of the first SHARP vectors
+    seed: int  # of the starting block
+    block: int = BLOCK  # columns of one pass
 
 
 def gains(gain_D: Float[Array, "D"], output: bool) -> Frame:

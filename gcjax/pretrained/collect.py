@@ -62,10 +62,8 @@ def _of_form(portrait: Portrait, form: str) -> Portrait | None:
         return None
     form = form if f"{form}/u" in portrait else "raw"
     found = {name.partition("/")[2]: value for name, value in portrait.items() if name.startswith(f"{form}/")}
-    if form == "effective":
-        found |= {name: value for name, value in portrait.items() if name.startswith("null/")}
-        found |= {name: value for name, value in portrait.items() if name.startswith("raw/")}
-    return found
+    drawn = {name: value for name, value in portrait.items() if name.startswith(("null/", "raw/"))}
+    return found | (drawn if form == "effective" else {})
 
 
 def _stack(stack: Sequence[Portrait | None], shape: tuple[int, int], options: Options) -> dict[str, np.ndarray]:

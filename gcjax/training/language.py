@@ -53,7 +53,6 @@ def build(config: Any) -> Problem:
     window, longest = config.train.window, config.model.max_length
     if 0 < longest < window:
         raise GcjaxError(f"train.window={window} is longer than model.max_length={longest}; shorten it, or raise max_length")
-
     if config.model.vocabulary != config.data.vocabulary:
         raise GcjaxError(f"model.vocabulary={config.model.vocabulary} is not that of the tokens, "
                          f"data.vocabulary={config.data.vocabulary}; set the latter alone")  # fmt: skip
