@@ -96,6 +96,7 @@ def get_config(preset: str = "mini") -> ConfigDict:
             "executor": {
                 "vmap_width": 1,  # runs side by side in one program
                 "workers": 0,  # CPU cores, or groups of accelerators, to spread packs over; 0: all
+                "run_devices": 1,  # devices that share a pack's runs
                 "data_devices": 1,  # devices that share a run's batch
                 "fsdp": False,  # they share its parameters too
             },

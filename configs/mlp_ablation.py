@@ -79,6 +79,7 @@ def get_config(preset: str = "quick") -> ConfigDict:
             "executor": {
                 "vmap_width": 0,  # runs side by side in one program; 0: 1 on CPU, 32 on accelerators
                 "workers": 0,  # CPU cores, or groups of accelerators, to spread packs over; 0: all
+                "run_devices": 1,  # devices that share a pack's runs
                 "data_devices": 1,  # devices that share a run's batch
                 "fsdp": False,  # they share its parameters too
             },

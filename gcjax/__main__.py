@@ -2,10 +2,15 @@
 
 import argparse
 import dataclasses
+import os
+import signal
 import sys
+import threading
+import traceback
 from collections.abc import Sequence
+from typing import NoReturn
 
-from gcjax.errors import GcjaxError, nearest
+from gcjax.errors import REQUEUE, GcjaxError, Stopped, nearest
 from gcjax.pretrained.options import Options
 
 EXAMPLES = """examples:
@@ -17,7 +22,8 @@ EXAMPLES = """examples:
 'gcjax VERB --help' says more about one verb."""
 
 TRAIN = """Train every run of a study, many seeds and settings, and report on it. Stopped at any moment (Ctrl-C, kill, power),
-the same command resumes; a workdir that is complete is only reported on."""
+the same command resumes; a workdir that is complete is only reported on. On SIGTERM and SIGUSR1 the steps under way are
+finished and saved, and the exit status is 75."""
 TRAIN_EXAMPLES = """overrides:
   --config.PATH=VALUE sets one field of the config, as often as you like; a misspelt PATH names the nearest one.
 
@@ -33,11 +39,15 @@ examples:
       --config.data.files='texts/*.txt'
   gcjax train --config configs/llama_wikitext.py:34m --workdir runs/llama-34m --config.executor.data_devices=4
 
+  gcjax train --config configs/mlp_ablation.py:paper --workdir runs/paper --shard 3/8    # of eight jobs; or --merge
+  srun gcjax train --config configs/mlp_ablation.py:paper --workdir runs/paper --distributed
+  python -m gcjax.launch_local -n 2 train --config configs/mlp_ablation.py:quick --workdir runs/mlp
+
 presets of configs/mlp_ablation.py: quick, paper, init_scale, optimizer, normalization
 presets of configs/llama_wikitext.py: mini, 34m, ablation, untested"""
 MEASURE = """Measure the geometric continuity of a pretrained model's projections (Q, K, V, O, Gate, Up, Down): a
 checkpoint (safetensors or GGUF) is streamed, one matrix in memory at a time. Stopped at any moment, the same command
-resumes."""
+resumes. On SIGTERM and SIGUSR1 the matrix under way is finished, and the exit status is 75."""
 MEASURE_EXAMPLES = """MODEL is a directory or file, an asset (gcjax fetch --list), or hf:org/name[@revision] on the
 Hugging Face hub.
 
@@ -48,7 +58,8 @@ examples:
   gcjax measure DIR --workdir runs/big --circuits         # also OV and QK, the rotation-free products of heads
   gcjax measure hf:EleutherAI/pythia-160m@step0,step1000,step143000 --workdir runs/pythia    # against the training step
   gcjax measure DIR --workdir runs/big --shard 3/8        # the third of eight shares, in one of several processes
-  gcjax measure DIR --workdir runs/big --merge            # when all shares are there"""
+  gcjax measure DIR --workdir runs/big --merge            # when all shares are there
+  srun gcjax measure DIR --workdir runs/big --distributed # a share a process"""
 CONVERT = """Convert a pretrained model of the Llama family (Llama, Mistral, SmolLM, Qwen2, Qwen3) to parameters of
 gcjax's own: DIR/model.json and DIR/params (orbax), one parameter in memory at a time, whole or not at all."""
 CONVERT_EXAMPLES = """MODEL is a directory or file, an asset (gcjax fetch --list), or hf:org/name[@revision] on the
@@ -94,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
     train = add("train", TRAIN, TRAIN_EXAMPLES)
     train.add_argument("--config", required=True, metavar="FILE.py[:PRESET]", help="the study")
     train.add_argument("--workdir", required=True, metavar="DIR", help="where checkpoints and results go")
-    train.add_argument("--overwrite", action="store_true", help="delete what the workdir holds and begin anew")
+    _add_shares(train)
     measure = add("measure", MEASURE, MEASURE_EXAMPLES)
     measure.add_argument("model", nargs="+", metavar="MODEL", help="what to measure; several: checkpoints of one training run")
     measure.add_argument("--workdir", required=True, metavar="DIR", help="where parts and results go")
@@ -104,9 +115,7 @@ def parser() -> argparse.ArgumentParser:
                              help=f"{field.metadata['help']} (default: %(default)s)")  # fmt: skip
     measure.add_argument("--exact", action="store_true", help="decompose every matrix whole, however large")
     measure.add_argument("--circuits", action="store_true", help="also the products of attention heads: OV and QK")
-    measure.add_argument("--shard", type=_shard, metavar="I/N", help="measure the I-th of N shares only")
-    measure.add_argument("--merge", action="store_true", help="measure nothing, put the parts together")
-    measure.add_argument("--overwrite", action="store_true", help="delete what the workdir holds and begin anew")
+    _add_shares(measure)
     convert = add("convert", CONVERT, CONVERT_EXAMPLES)
     convert.add_argument("model", metavar="MODEL", help="what to convert")
     convert.add_argument("--out", required=True, metavar="DIR", help="a new directory for the parameters")
@@ -122,6 +131,19 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+def _add_shares(verb: argparse.ArgumentParser) -> None:
+    """The options of work that several processes or jobs divide."""
+    verb.add_argument("--overwrite", action="store_true", help="delete what the workdir holds and begin anew")
+    verb.add_argument("--shard", type=_shard, metavar="I/N", help="do the I-th of N shares only, knowing of no other process")
+    verb.add_argument("--merge", action="store_true", help="do nothing but put the shares together")
+    verb.add_argument("--distributed", action="store_true",
+                      help="this is one of several processes that a scheduler started (Slurm's srun, a TPU slice, Open MPI, "
+                      "Kubernetes); JAX finds the others")  # fmt: skip
+    verb.add_argument("--coordinator", metavar="HOST:PORT", help="where the first of several processes listens")
+    verb.add_argument("--num-processes", "--num_processes", type=int, metavar="N", help="how many there are")
+    verb.add_argument("--process-id", "--process_id", type=int, metavar="I", help="which of them this is, from 0")
+
+
 def _shard(text: str) -> tuple[int, int]:
     i, _, n = text.partition("/")
     if not (i.isdigit() and n.isdigit()):
@@ -129,8 +151,8 @@ def _shard(text: str) -> tuple[int, int]:
     return int(i), int(n)
 
 
-def run(arguments: Sequence[str]) -> None:
-    """Carry out one command line; raises `GcjaxError` for what the user can put right."""
+def run(arguments: Sequence[str], stop: threading.Event | None = None) -> None:
+    """Carry out one command line; raises `GcjaxError` for what the user can put right, `Stopped` where `stop` was set."""
     options, rest = parser().parse_known_args(arguments)
     overrides = [argument.removeprefix("--config.") for argument in rest if argument.startswith("--config.")]
     unknown = [argument for argument in rest if not argument.startswith("--config.")]
@@ -147,11 +169,15 @@ def run(arguments: Sequence[str]) -> None:
             study = config.load(options.config, overrides)
             from gcjax.training.study import train  # brings JAX; a misspelt config should not wait for it
 
-            train(study, options.workdir, overwrite=options.overwrite)
-            written = report(options.workdir)
-            print(f"\n{len(written)} files in {options.workdir}: results.nc, claims.md, claims.csv, summary.csv, figures/")
+            join(options)
+            done = train(
+                study, options.workdir, shard=options.shard, merge=options.merge, overwrite=options.overwrite, stop=stop
+            )
+            if done is not None:
+                written = report(options.workdir)
+                print(f"\n{len(written)} files in {options.workdir}: results.nc, claims.md, claims.csv, summary.csv, figures/")
         case "measure":
-            measure(options)
+            measure(options, stop)
         case "convert":
             from gcjax.pretrained.converted import convert
 
@@ -165,14 +191,25 @@ def run(arguments: Sequence[str]) -> None:
             fetch(options.name, options.list)
 
 
-def measure(options: argparse.Namespace) -> None:
+def join(options: argparse.Namespace) -> None:
+    """Join the other processes, where the command line says that there are any."""
+    from gcjax import processes
+
+    explicit = (options.coordinator, options.num_processes, options.process_id)
+    if options.distributed or explicit != (None, None, None):
+        processes.join(*explicit)
+
+
+def measure(options: argparse.Namespace, stop: threading.Event | None) -> None:
     from gcjax.pretrained.measure import measure
     from gcjax.pretrained.series import expand, measure_series
     from gcjax.reporting.report import report
 
+    join(options)
     chosen = {field.name: getattr(options, field.name) for field in dataclasses.fields(Options)}
     given = Options(**chosen | ({"exact_below": 10**9} if options.exact else {}))
-    models, how = expand(options.model), {"shard": options.shard, "merge": options.merge, "overwrite": options.overwrite}
+    models = expand(options.model)
+    how = {"shard": options.shard, "merge": options.merge, "overwrite": options.overwrite, "stop": stop}
     if len(models) == 1:
         found = measure(models[0], options.workdir, given, **how, with_circuits=options.circuits)
     elif options.circuits:
@@ -197,15 +234,36 @@ def fetch(name: str | None, listing: bool) -> None:
 
 
 def main() -> None:
+    stop = threading.Event()
+    if sys.argv[1:2] in (["train"], ["measure"]):
+        for name in ("SIGTERM", "SIGUSR1"):
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), lambda *_: stop.set())
     try:
-        run(sys.argv[1:])
+        run(sys.argv[1:], stop)
+    except Stopped as stopped:
+        print(f"gcjax: {stopped}", file=sys.stderr)
+        sys.exit(REQUEUE)
     except GcjaxError as error:
-        sys.exit(f"gcjax: {error}")
+        print(f"gcjax: {error}", file=sys.stderr)
+        _leave(1)
     except KeyboardInterrupt:
-        sys.exit(130)
+        _leave(130)
     except BrokenPipeError:  # the reader of our output, `head` for one, has seen enough
         sys.stderr.close()
-        sys.exit(141)
+        _leave(141)
+    except Exception:
+        traceback.print_exc()
+        _leave(1)
+
+
+def _leave(status: int) -> NoReturn:
+    """End, at once where others wait for this process: a leave taken in order would wait for them."""
+    jax = sys.modules.get("jax")
+    if jax is not None and jax.distributed.is_initialized():
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

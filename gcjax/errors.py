@@ -1,4 +1,4 @@
-"""The package's one exception: what a user can put right, said in one sentence."""
+"""The package's exceptions: what a user can put right, said in one sentence, and the wish to go on later."""
 
 import difflib
 from collections.abc import Iterable
@@ -6,6 +6,13 @@ from collections.abc import Iterable
 
 class GcjaxError(Exception):
     """An error whose message names the file, tensor or option at fault and says what to do."""
+
+
+class Stopped(GcjaxError):
+    """A signal asked to stop and everything so far is saved: the same command resumes. The exit status is then `REQUEUE`."""
+
+
+REQUEUE = 75  # EX_TEMPFAIL of sysexits.h; launch files take it as the wish to be started again
 
 
 def nearest(name: object, known: Iterable[object]) -> str:

@@ -1,16 +1,44 @@
 """A workdir belongs to one study or one measurement: `record.json` in it says which."""
 
+import contextlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gcjax import config as configs
-from gcjax import results
+from gcjax import processes, results
 from gcjax.errors import GcjaxError
+from gcjax.lock import locked
 
 RENDERED = ("results.nc", "claims.md", "claims.csv", "summary.csv", "figures", "record.json")  # beside a verb's own files
+
+
+def check_shares(shard: tuple[int, int] | None, merge: bool, overwrite: bool) -> None:
+    """Raises `GcjaxError` for a share (i, n), from 1, that does not exist, and for options that exclude each other."""
+    if shard is not None and not 1 <= shard[0] <= shard[1]:
+        raise GcjaxError(f"--shard {shard[0]}/{shard[1]} does not exist; shards of {shard[1]} are numbered from 1")
+    if shard is not None and processes.count() > 1:
+        raise GcjaxError("--shard is for processes that do not know of each other; leave it out among several that do")
+    if merge and shard is not None:
+        raise GcjaxError("--merge puts all shards together; leave out --shard")
+    if overwrite and (merge or shard is not None):
+        raise GcjaxError("--overwrite would delete what the other shards have done; delete the workdir before the first one")
+
+
+def share(total: int, shard: tuple[int, int]) -> slice:
+    """Which of `total` units are share (i, n)'s, i from 1: neighbours, which have most in common."""
+    first, last = ((shard[0] + i) * total // shard[1] for i in (-1, 0))
+    return slice(first, last)
+
+
+def exclusive(
+    workdir: Path, shard: tuple[int, int] | None, overwrite: bool, say: Callable[[str], object]
+) -> contextlib.AbstractContextManager[None]:
+    """The lock on a workdir or a share of it, of which processes that work together need one, and reading results none."""
+    reads = (workdir / "results.nc").exists() and not overwrite
+    return locked(workdir, shard, say) if processes.leads() and not reads else contextlib.nullcontext()
 
 
 def open_workdir(
@@ -26,7 +54,7 @@ def open_workdir(
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         old = json.loads(kept.read_text()) if kept.exists() else None
-        if old is None and any(not path.name.startswith(".record.json") for path in workdir.iterdir()):
+        if old is None and any(not path.name.startswith((".record.json", ".lock")) for path in workdir.iterdir()):
             raise GcjaxError(f"{workdir} holds files that gcjax did not write; give an empty or a new --workdir")
         differing = [line for line in configs.differences(old or record, record)
                      if line.partition(":")[0].removeprefix("config.") not in free]  # fmt: skip

@@ -15,50 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import xarray as xr
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from toys import LLAMA, TOY_LLAMA, write_prose
 
 from gcjax import config as configs
 from gcjax import results
 from gcjax.data import text
-from gcjax.errors import GcjaxError
+from gcjax.errors import GcjaxError, Stopped
 from gcjax.training import executor, feed, language, optim, problem, study, sweep, throughput, train
 
-CONFIG = str(Path(__file__).parents[1] / "configs" / "llama_wikitext.py") + ":mini"
 MATRICES = ["q", "k", "v", "o", "gate", "up", "down"]
-TOY = ("model.depth=2", "model.width=16", "model.heads=2", "model.key_value_heads=2", "model.head_dim=8", "model.mlp_width=24",
-       "data.source=files", "data.vocabulary=300", "data.valid_fraction=0.3", "train.window=16", "train.batch_size=4",
-       "train.steps=24", "train.chunk=6", "optim.warmup=4", "measure.rank=4", "measure.early=(0,3)", "measure.every=12",
-       "measure.full=2", "measure.valid_windows=9", "seeds=1", "only=SiLU")  # fmt: skip
-PROSE = """\
-It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of a wife.
-However little known the feelings or views of such a man may be on his first entering a neighbourhood, this truth is so well
-fixed in the minds of the surrounding families, that he is considered the rightful property of some one or other of their
-daughters.
-
-Call me Ishmael. Some years ago, never mind how long precisely, having little or no money in my purse, and nothing
-particular to interest me on shore, I thought I would sail about a little and see the watery part of the world. It is a way
-I have of driving off the spleen and regulating the circulation.
-
-It was the best of times, it was the worst of times, it was the age of wisdom, it was the age of foolishness, it was the
-epoch of belief, it was the epoch of incredulity, it was the season of Light, it was the season of Darkness, it was the
-spring of hope, it was the winter of despair, we had everything before us, we had nothing before us.
-
-When on board H.M.S. Beagle, as naturalist, I was much struck with certain facts in the distribution of the inhabitants of
-South America, and in the geological relations of the present to the past inhabitants of that continent. These facts seemed
-to me to throw some light on the origin of species, that mystery of mysteries.
-
-Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once or twice she
-had peeped into the book her sister was reading, but it had no pictures or conversations in it, and what is the use of a
-book, thought Alice, without pictures or conversations?
-
-Four score and seven years ago our fathers brought forth, on this continent, a new nation, conceived in Liberty, and
-dedicated to the proposition that all men are created equal. Now we are engaged in a great civil war, testing whether that
-nation, or any nation so conceived and so dedicated, can long endure.
-
-To Sherlock Holmes she is always the woman. I have seldom heard him mention her under any other name. In his eyes she
-eclipses and predominates the whole of her sex. It was not that he felt any emotion akin to love for Irene Adler.
-"""
-
 Toy = Callable[..., configs.ConfigDict]
 
 
@@ -66,10 +31,10 @@ Toy = Callable[..., configs.ConfigDict]
 def toy(tmp_path_factory: pytest.TempPathFactory):
     """Overrides -> the study at toy size, on PROSE."""
     folder = tmp_path_factory.mktemp("prose")
-    (folder / "prose.txt").write_text(PROSE.replace("\n\n", f"\n{text.END}\n"))
+    prose = write_prose(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GCJAX_CACHE", str(folder / "cache"))
-        yield lambda *overrides: configs.load(CONFIG, (*TOY, f"data.files={folder / 'prose.txt'}", *overrides))
+        yield lambda *overrides: configs.load(LLAMA, (*TOY_LLAMA, f"data.files={prose}", *overrides))
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +97,8 @@ def _history(config, directory: Path, compiled: dict, stop_at: int | None = None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor, "programs", programs)
         try:
-            executor.train_queue([pack], config, arrays, jax.devices()[:1], directory, report, stop)
-        except executor.Stopped:
+            executor.train_queue([pack], config, arrays, executor.groups(config)[0], directory, report, stop)
+        except Stopped:
             return None
     return executor.checkpoint.history(directory / pack.name)
 
@@ -211,7 +176,7 @@ INTERVALS = [(0, 0), (0, 3), (3, 6), (6, 12), (12, 13)]
 
 def test_the_host_gathers_each_interval_once_in_order_with_the_last_step_s_batch(toy: Toy, monkeypatch) -> None:
     config, built, arrays, _ = _parts(toy("data.device_bytes=0"))
-    static, where, key = sweep.static(config), jax.devices()[0], jax.random.key(7)
+    static, where, key = sweep.static(config), jax.devices()[0], train.keys(7)[1]
     placed = feed.place(config, arrays, where)
     assert placed["train"] is arrays["train"], "a large corpus is not copied"
     gathered, gather = [], language.gather
@@ -221,7 +186,7 @@ def test_the_host_gathers_each_interval_once_in_order_with_the_last_step_s_batch
         return gather(tokens_T, starts_B, window)
 
     monkeypatch.setattr(language, "gather", spy)
-    fed = list(feed.feed(static, placed, key, INTERVALS, where))
+    fed = list(feed.feed(static, placed, 7, INTERVALS, where))
     monkeypatch.undo()
     assert len(fed) == len(gathered) == len(INTERVALS)
     whole, draw, corpus = jax.device_put(arrays), jax.jit(built.batch), len(arrays["train"])
@@ -238,14 +203,14 @@ def test_a_corpus_on_the_device_is_fed_as_it_is(toy: Toy) -> None:
     config, _, arrays, _ = _parts(toy())
     placed = feed.place(config, arrays, jax.devices()[0])
     assert all(isinstance(value, jax.Array) for value in placed.values())
-    fed = list(feed.feed(sweep.static(config), placed, jax.random.key(0), INTERVALS, jax.devices()[0]))
+    fed = list(feed.feed(sweep.static(config), placed, 0, INTERVALS, jax.devices()[0]))
     assert len(fed) == len(INTERVALS)
     assert all(own is placed for own in fed)
 
 
 def test_a_feed_that_fails_says_so_and_one_that_is_left_ends_its_thread(toy: Toy, monkeypatch) -> None:
     config, _, arrays, _ = _parts(toy("data.device_bytes=0"))
-    args = sweep.static(config), arrays, jax.random.key(0), INTERVALS, jax.devices()[0]
+    args = sweep.static(config), arrays, 0, INTERVALS, jax.devices()[0]
     before = threading.active_count()
     left = feed.feed(*args)
     next(left)
@@ -385,6 +350,10 @@ SHARED = {
     "fsdp": ("executor.data_devices=4", "executor.fsdp=True"),
     "four, from the host": ("executor.data_devices=4", "data.device_bytes=0"),
     "two, microbatches": ("executor.data_devices=2", "train.microbatches=2"),
+    "two runs": ("seeds=2",),
+    "two runs on two": ("seeds=2", "executor.run_devices=2"),
+    "two runs and a filler on two by two": ("seeds=3", "executor.run_devices=2", "executor.data_devices=2"),
+    "two by two, fsdp": ("seeds=2", "executor.run_devices=2", "executor.data_devices=2", "executor.fsdp=True"),
 }
 STEPS = 5
 
@@ -394,20 +363,19 @@ def _train_shared(out: Path, *overrides: str) -> None:
     found, compilations = {}, []
     jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compilations.append(event))
     for name, own in SHARED.items():
-        config = configs.load(CONFIG, (*overrides, *own))
-        (pack,) = sweep.packs(sweep.runs(config), 1)
+        config = configs.load(LLAMA, (*overrides, *own))
+        (pack,) = sweep.packs(sweep.runs(config), config.seeds)
         devices = executor.groups(config)[0]
-        where = devices[0]
-        if len(devices) > 1:
-            where = NamedSharding(Mesh(np.asarray(devices), (train.DATA,)), PartitionSpec())
-        compiled = train.programs(pack.static, 1, where, config.executor.fsdp)
-        traced = {path: jnp.asarray(values, jnp.float32) for path, values in pack.traced().items()}
-        state, _ = compiled.init(jnp.zeros(1, jnp.uint32), traced)
+        where, width = executor.placement(devices), executor.padded(len(pack.runs), devices)
+        compiled = train.programs(pack.static, width, where, config.executor.fsdp)
+        traced = {path: jax.device_put(np.resize(np.asarray(values, np.float32), width), compiled.runs)
+                  for path, values in pack.traced().items()}  # fmt: skip
+        state, _ = compiled.init(jax.device_put(np.arange(width, dtype=np.uint32), compiled.runs), traced)
         data = feed.place(config, problem.load_data(pack.runs[0].config)[0], where)
         intervals, losses = [(i, i + 1) for i in range(STEPS)], []
-        for own in feed.feed(pack.static, data, state.key[0], intervals, where):
+        for own in feed.feed(pack.static, data, 0, intervals, where):
             state, metrics = compiled.chunk(state, traced, own, np.int32(1))
-            losses.append(float(metrics["loss"][0]))
+            losses.append(np.asarray(metrics["loss"]).tolist())
             if len(losses) == 1:
                 compilations.clear()
         leaves = [x for x in jax.tree.leaves(state.opt_state) if x.ndim > 2]
@@ -429,7 +397,7 @@ def _run_on_four(command: list[str], timeout: float = 300) -> None:
 
 
 def _overrides(config) -> list[str]:
-    return [*TOY, f"data.files={config.data.files[0]}"]
+    return [*TOY_LLAMA, f"data.files={config.data.files[0]}"]
 
 
 @pytest.fixture(scope="module")
@@ -439,12 +407,13 @@ def shared(toy: Toy, tmp_path_factory: pytest.TempPathFactory):
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("name", [name for name in SHARED if name != "one"])
-def test_devices_that_share_a_run_train_as_one_does(shared, name: str) -> None:
-    one, found = shared["one"], shared[name]
-    np.testing.assert_allclose(found["losses"], one["losses"], rtol=0, atol=1e-5)
-    for key, value in one["params"].items():
-        np.testing.assert_allclose(found["params"][key], value, rtol=0, atol=1e-5, err_msg=key)
+@pytest.mark.parametrize("name", [name for name in SHARED if name not in ("one", "two runs")])
+def test_devices_that_share_runs_and_batches_train_as_one_does(shared, name: str) -> None:
+    alone, found = shared["two runs" if "seeds" in str(SHARED[name]) else "one"], shared[name]
+    runs = len(alone["losses"][0])
+    np.testing.assert_allclose([step[:runs] for step in found["losses"]], alone["losses"], rtol=0, atol=1e-5)
+    for key, value in alone["params"].items():
+        np.testing.assert_allclose(found["params"][key][:runs], value, rtol=0, atol=1e-5, err_msg=key)
     assert found["compiled again"] == []
 
 
@@ -459,8 +428,14 @@ def test_fsdp_shards_parameters_and_moments_and_plain_data_parallelism_does_not(
     assert all(math.prod(whole) == math.prod(shard) for whole, shard in shared["four"]["moments"])
 
 
-def test_a_study_whose_runs_are_shared_by_four_devices_ends_as_alone(toy: Toy, trained: xr.Dataset, tmp_path: Path) -> None:
-    overrides = [*_overrides(toy()), "seeds=2", "executor.data_devices=4", "executor.fsdp=True"]
+TWO_BY_TWO = ("executor.run_devices=2", "executor.data_devices=2", "executor.vmap_width=2")
+
+
+@pytest.mark.parametrize("shared_by", [("executor.data_devices=4", "executor.fsdp=True"), TWO_BY_TWO])
+def test_a_study_whose_runs_are_shared_by_four_devices_ends_as_alone(
+    toy: Toy, trained: xr.Dataset, tmp_path: Path, shared_by: tuple[str, ...]
+) -> None:
+    overrides = [*_overrides(toy()), "seeds=2", *shared_by]
     _run_on_four([__file__, "study", str(tmp_path / "w"), *overrides])
     found = results.load(tmp_path / "w" / "results.nc")
     assert set(found.status.values.tolist()) == {"finished"}
@@ -565,6 +540,6 @@ def test_utilisation_takes_the_peak_of_the_device_and_none_of_an_unknown_one(toy
 
 if __name__ == "__main__":
     if sys.argv[1] == "study":
-        study.train(configs.load(CONFIG, sys.argv[3:]), sys.argv[2])
+        study.train(configs.load(LLAMA, sys.argv[3:]), sys.argv[2])
     else:
         _train_shared(Path(sys.argv[2]), *sys.argv[3:])

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gcjax import trees
+from gcjax import processes, trees
 from gcjax.errors import GcjaxError
 
 History = dict[str, np.ndarray]
@@ -24,34 +24,48 @@ ADVICE = "free space or permissions, then run the same command again: it resumes
 def save(pack: Path, step: int, state: Any, so_far: History) -> None:
     """Write the state after `step` steps with the history so far, then drop all older checkpoints but one.
 
-    Raises `GcjaxError` when the disk refuses; what was saved before stays.
+    A state that spans processes is written by all of them. Raises `GcjaxError` when the disk refuses; what was saved before
+    stays.
     """
-    tree = {"state": _to_host(state), "history": so_far}
-    trees.write(pack / "running" / str(step), tree, by_layer=False, advice=ADVICE)
-    for old in _steps(pack)[:-2]:
-        shutil.rmtree(pack / "running" / str(old), ignore_errors=True)
+    together = spans(state)
+    tree = {"state": _to_store(state, together), "history": so_far}
+    trees.write(pack / "running" / str(step), tree, by_layer=False, advice=ADVICE, together=together)
+    if processes.leads() or not together:
+        for old in _steps(pack)[:-2]:
+            shutil.rmtree(pack / "running" / str(old), ignore_errors=True)
 
 
 def restore(pack: Path, like: Any) -> tuple[int, Any, History] | None:
     """The newest readable checkpoint as (step, state, history), or None; `like` is a state with the same structure.
 
-    A damaged checkpoint is named in the log and the one before it is taken.
+    A damaged checkpoint is named in the log and the one before it is taken. Processes that share a state all call this: the
+    first one chooses, and each puts its own part on its devices.
     """
+    together = spans(like)
+    if together and not processes.leads():
+        chosen = processes.of_first(-1)
+        saved = None if chosen < 0 else trees.read(pack / "running" / str(chosen))
+        return None if saved is None else (chosen, _to_device(saved["state"], like), saved["history"])
+    chosen = None
     for step in reversed(_steps(pack)):
         path = pack / "running" / str(step)
         try:
             saved = trees.read(path)
-            return step, _to_device(saved["state"], like), saved["history"]
+            chosen = step, _to_device(saved["state"], like), saved["history"]
+            break
         except Exception as error:  # orbax and tensorstore raise whatever the damage leads them to
             log.warning("%s is damaged and left out (%s)", path, str(error).splitlines()[0] if str(error) else error)
-    return None
+    if together:
+        processes.of_first(-1 if chosen is None else chosen[0])
+    return chosen
 
 
-def finish(pack: Path, whole: History, params: Any | None) -> None:
-    """Write what an ended pack leaves behind and drop its checkpoints."""
-    kept = {"history": whole} | ({} if params is None else {"params": _to_host(params)})
-    trees.write(pack / "final", kept, by_layer=False, advice=ADVICE)
-    shutil.rmtree(pack / "running", ignore_errors=True)
+def finish(pack: Path, whole: History, params: Any | None, together: bool) -> None:
+    """Write what an ended pack leaves behind and drop its checkpoints; `together` with the other processes, or alone."""
+    kept = {"history": whole} | ({} if params is None else {"params": _to_store(params, together)})
+    trees.write(pack / "final", kept, by_layer=False, advice=ADVICE, together=together)
+    if processes.leads() or not together:
+        shutil.rmtree(pack / "running", ignore_errors=True)
 
 
 def finished(pack: Path) -> bool:
@@ -73,21 +87,27 @@ def _steps(pack: Path) -> list[int]:
     return sorted(int(path.name) for path in (pack / "running").glob("*") if path.name.isdigit())
 
 
-def _to_host(tree: Any) -> dict[str, np.ndarray]:
+def spans(state: Any) -> bool:
+    """Whether parts of a state are on other processes' devices."""
+    return not all(leaf.is_fully_addressable for leaf in jax.tree.leaves(state))
+
+
+def _to_store(tree: Any, together: bool) -> dict[str, Any]:
+    """The leaves under numbers, as orbax takes them: on the host, or, where they span processes, as they are."""
     leaves = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
               for x in jax.tree.leaves(tree)]  # fmt: skip
-    return {f"{i:04d}": value for i, value in enumerate(jax.device_get(leaves))}
+    return {f"{i:04d}": value for i, value in enumerate(leaves if together else jax.device_get(leaves))}
 
 
 def _to_device(saved: dict[str, np.ndarray], like: Any) -> Any:
-    def place(value: np.ndarray, old: jax.Array) -> jax.Array:
+    def put(value: np.ndarray, old: jax.Array) -> jax.Array:
         if jnp.issubdtype(old.dtype, jax.dtypes.prng_key):
-            return jax.device_put(jax.random.wrap_key_data(jnp.asarray(value)), old.sharding)
+            return jax.random.wrap_key_data(processes.place(value, old.sharding))
         if value.shape != old.shape or value.dtype != old.dtype:
             raise ValueError(f"holds {value.dtype}{value.shape} where {old.dtype}{old.shape} belongs")
-        return jax.device_put(value, old.sharding)
+        return processes.place(value, old.sharding)
 
     leaves, structure = jax.tree.flatten(like)
     if len(saved) != len(leaves):
         raise ValueError(f"holds {len(saved)} arrays where {len(leaves)} belong")
-    return structure.unflatten([place(saved[f"{i:04d}"], old) for i, old in enumerate(leaves)])
+    return structure.unflatten([put(saved[f"{i:04d}"], old) for i, old in enumerate(leaves)])

@@ -1,5 +1,6 @@
 """Trains packs on the devices of this process: from checkpoint to checkpoint, and to the history that a pack leaves behind."""
 
+import math
 import threading
 import time
 from collections import deque
@@ -9,23 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from gcjax.errors import GcjaxError
+from gcjax import processes
+from gcjax.errors import GcjaxError, Stopped
 from gcjax.training import checkpoint, feed
 from gcjax.training.checkpoint import History
 from gcjax.training.sweep import Pack
-from gcjax.training.train import DATA, Programs, programs
+from gcjax.training.train import DATA, RUN, Programs, programs
 
 LAST_ONLY = ("spectrum",)  # measures of which the history keeps the last snapshot alone
 Report = Callable[[Pack, int], None]  # pack, steps done
-
-
-class Stopped(Exception):
-    """Training was asked to stop; everything so far is in the checkpoints."""
 
 
 def vmap_width(config: ConfigDict) -> int:
@@ -56,15 +53,37 @@ def boundaries(config: ConfigDict) -> list[int]:
     return sorted({*snapshot_steps(config), *range(0, config.train.steps, config.train.chunk)})
 
 
-def groups(config: ConfigDict) -> list[list[Any]]:
-    """This process's devices, `executor.data_devices` a group: each trains one pack at a time.
+def groups(config: ConfigDict) -> list[np.ndarray]:
+    """Devices that train one pack at a time, each group [executor.run_devices, executor.data_devices]: groups of this process,
+    or one of all processes.
 
-    Raises `GcjaxError` where there are not as many.
+    Raises `GcjaxError` where there are not as many devices, and for a group that would span some processes only.
     """
-    devices, size = jax.local_devices(), config.executor.data_devices
-    if len(devices) < size:
-        raise GcjaxError(f"executor.data_devices={size}, but there are {len(devices)} {devices[0].platform} devices here")
-    return [devices[i : i + size] for i in range(0, len(devices) - size + 1, size)][: config.executor.workers or None]
+    local, shape = jax.local_devices(), (config.executor.run_devices, config.executor.data_devices)
+    size, every = math.prod(shape), jax.device_count()
+    if size > len(local) and size != every:
+        there = f"there are {len(local)} {local[0].platform} devices here"
+        there += f" and {every} in all processes: give a divisor of the former, or all" if every > len(local) else ""
+        raise GcjaxError(f"executor.run_devices={shape[0]} x executor.data_devices={shape[1]}, but {there}")
+    if size > len(local):
+        return [np.asarray(jax.devices()).reshape(shape)]
+    starts = range(0, len(local) - size + 1, size)
+    return [np.asarray(local[i : i + size]).reshape(shape) for i in starts][: config.executor.workers or None]
+
+
+def span_processes(config: ConfigDict) -> bool:
+    """Whether a pack is trained by all processes together; else each trains packs of its own."""
+    return config.executor.run_devices * config.executor.data_devices > jax.local_device_count()
+
+
+def placement(devices: np.ndarray) -> Any:
+    """Where a group of devices holds what is not sharded: the one device, or the replicating sharding of their mesh."""
+    return devices.item() if devices.size == 1 else NamedSharding(Mesh(devices, (RUN, DATA)), PartitionSpec())
+
+
+def padded(runs: int, devices: np.ndarray) -> int:
+    """The width of the program for so many runs: a multiple of the devices that share them."""
+    return math.ceil(runs / len(devices)) * len(devices)
 
 
 def train_on_devices(
@@ -77,14 +96,14 @@ def train_on_devices(
     """
     waiting, errors = deque(packs), list[BaseException]()
 
-    def work(devices: list[Any]) -> None:
+    def work(devices: np.ndarray) -> None:
         try:
             train_queue(_drain(waiting), config, arrays, devices, directory, report, stop)
         except BaseException as error:  # whatever it is, it is raised again in the caller's thread
             errors.append(error)
             stop.set()
 
-    threads = [threading.Thread(target=work, args=(group,), name=str(group)) for group in groups(config)]
+    threads = [threading.Thread(target=work, args=(group,), name=str(group.flat[0])) for group in groups(config)]
     for thread in threads:
         thread.start()
     try:
@@ -105,17 +124,18 @@ def _drain(waiting: deque[Pack]) -> Iterator[Pack]:
 
 
 def train_queue(
-    waiting: Iterable[Pack], config: ConfigDict, arrays: Any, devices: Sequence[Any], directory: Path, report: Report,
+    waiting: Iterable[Pack], config: ConfigDict, arrays: Any, devices: np.ndarray, directory: Path, report: Report,
     stop: threading.Event,
 ) -> None:  # fmt: skip
     """Train packs on one group of devices until none is left; neighbours of one program share it."""
     key, compiled = None, None
-    where = devices[0] if len(devices) == 1 else NamedSharding(Mesh(np.asarray(devices), (DATA,)), PartitionSpec())
+    where = placement(devices)
     data = feed.place(config, arrays, where)
-    with jax.default_device(devices[0]):
+    with jax.default_device(devices.flat[0] if devices.flat[0] in jax.local_devices() else None):
         for pack in waiting:
-            if compiled is None or key != (pack.static, len(pack.runs)):
-                key = (pack.static, len(pack.runs))
+            width = padded(len(pack.runs), devices)
+            if compiled is None or key != (pack.static, width):
+                key = (pack.static, width)
                 compiled = programs(*key, where, config.executor.fsdp)
             train_pack(pack, compiled, config, data, directory / pack.name, partial(report, pack), stop)
 
@@ -132,14 +152,22 @@ def train_pack(
     """Train one pack on the default device, from its newest checkpoint; nothing to do for a pack that has ended.
 
     Metrics are fetched one chunk late, so that the device always has the next chunk at hand. A pack whose runs have all
-    become NaN ends early.
+    become NaN ends early. Where the program is wider than the pack, its last run fills the rest and is dropped from what is
+    fetched.
     """
-    if checkpoint.finished(directory):
+    together = span_processes(config)
+    ended = checkpoint.finished(directory)
+    if processes.of_first(ended) if together else ended:
         report(config.train.steps)
         return
     ends, snapshots, full = boundaries(config), snapshot_steps(config), full_steps(config)
-    traced = {path: jnp.asarray(values, jnp.float32) for path, values in pack.traced().items()}
-    state, initial = compiled.init(jnp.asarray([run.seed for run in pack.runs], jnp.uint32), traced)
+
+    def by_run(values: Sequence[Any], dtype: Any) -> jax.Array:
+        padding = [values[-1]] * (compiled.width - len(values))
+        return processes.place(np.asarray([*values, *padding], dtype), compiled.runs)
+
+    traced = {path: by_run(values, np.float32) for path, values in pack.traced().items()}
+    state, initial = compiled.init(by_run([run.seed for run in pack.runs], np.uint32), traced)
     history, done, seen = {}, -1, time.monotonic()
     resumed = checkpoint.restore(directory, state)
     if resumed is not None:
@@ -149,7 +177,7 @@ def train_pack(
     def collect(pending: tuple[int, Any, Any]) -> bool:
         """Move one chunk's numbers to the host; whether any run is still alive."""
         nonlocal seen
-        end, losses, metrics = jax.device_get(pending)
+        end, losses, metrics = jax.tree.map(lambda x: x[: len(pack.runs)] if np.ndim(x) else x, jax.device_get(pending))
         seen, before = time.monotonic(), seen
         losses["seconds"] = np.full(len(pack.runs), seen - before, np.float32)  # until here since the last chunk was
         _write(history, "chunk", ends.index(end), len(ends), losses)
@@ -158,28 +186,40 @@ def train_pack(
         report(end)
         return not np.isnan(losses["loss"]).all()
 
+    def due() -> tuple[bool, bool]:
+        """Whether to save, and to stop; processes that train together do what the first one says."""
+        save, asked = time.monotonic() - saved > config.checkpoint.seconds, stop.is_set()
+        if together:
+            if asked:
+                processes.ask_to_stop()
+            agreed = processes.of_first(save + 2 * processes.asked_to_stop() if processes.leads() else 0)
+            save, asked = bool(agreed & 1), bool(agreed & 2)
+        return save or asked, asked
+
     pending, saved = None, time.monotonic()
     intervals = [(start, end) for start, end in zip([0, *ends], ends) if end > done]
-    for (start, end), own in zip(intervals, feed.feed(pack.static, data, state.key[0], intervals, compiled.where)):
+    for (start, end), own in zip(intervals, feed.feed(pack.static, data, pack.runs[0].seed, intervals, compiled.where)):
         if end == 0:
-            losses = {name: jnp.full((len(pack.runs),), -jnp.inf) for name in ("loss", "loss_max")}  # no step yet
+            losses = {name: np.full(len(pack.runs), -np.inf, np.float32) for name in ("loss", "loss_max")}  # no step yet
         else:
             state, losses = compiled.chunk(state, traced, own, np.int32(end - start))
         metrics = compiled.snapshot(state, initial, traced, own, np.bool_(end in full)) if end in snapshots else None
         alive = collect(pending) if pending is not None else True
         pending = (end, losses, metrics)
-        if stop.is_set() or time.monotonic() - saved > config.checkpoint.seconds:
+        save, asked = due()
+        if save:
             alive = collect(pending)
             pending = None
             checkpoint.save(directory, end, state, history)
             saved = time.monotonic()
-            if stop.is_set():
-                raise Stopped
+        if asked:
+            raise Stopped
         if not alive:
             break
     if pending is not None:
         collect(pending)
-    checkpoint.finish(directory, history, state.params if config.checkpoint.keep_params else None)
+    params = jax.tree.map(lambda x: x[: len(pack.runs)], state.params) if config.checkpoint.keep_params else None
+    checkpoint.finish(directory, history, params, together)
     report(config.train.steps)
 
 

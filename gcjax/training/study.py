@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from gcjax import config as configs
-from gcjax import results
-from gcjax.errors import GcjaxError, nearest
+from gcjax import processes, results
+from gcjax.errors import GcjaxError, Stopped, nearest, some
 from gcjax.geometry.spectra import SOLVERS, check_rank
 from gcjax.training import checkpoint, executor, feed, optim, problem, sweep, workers
 from gcjax.training.assemble import assemble
-from gcjax.workdir import open_workdir
+from gcjax.workdir import check_shares, exclusive, open_workdir, share
 
 FREE = ("executor.workers", "checkpoint.seconds")  # may change between resumes: they do not reach the results
 SHARED = (
@@ -42,35 +43,79 @@ SHARED = (
 
 
 def train(
-    config: ConfigDict, workdir: str | os.PathLike[str], *, overwrite: bool = False, console: Console | None = None
-) -> xr.Dataset:
+    config: ConfigDict,
+    workdir: str | os.PathLike[str],
+    *,
+    shard: tuple[int, int] | None = None,
+    merge: bool = False,
+    overwrite: bool = False,
+    stop: threading.Event | None = None,
+    console: Console | None = None,
+) -> xr.Dataset | None:
     """Train every run of `config`, write `results.nc` into `workdir` and return it.
 
-    Interrupted at any moment, the same call resumes; done already, it returns what is there. Raises `GcjaxError` for a
-    config that cannot run (before anything is trained), for a workdir that belongs to another config (unless `overwrite`)
-    and for a disk that refuses to take the results.
+    Interrupted at any moment, the same call resumes; done already, it returns what is there. `shard` (i, n) trains the i-th
+    of n shares of the packs, from 1, and returns None until all are there; `merge` trains nothing and puts them together.
+    Processes that joined others (`gcjax.processes`) all call this with a workdir that all see; the first returns the
+    dataset, the others None. Set `stop`, from a signal's handler or another thread, to end after the steps under way.
+
+    Raises `GcjaxError` for a config that cannot run (before anything is trained), for a workdir that belongs to another
+    config (unless `overwrite`) or that another process works on, for a merge of an incomplete set and for a disk that
+    refuses to take the results; `Stopped`.
     """
-    console = console or Console(stderr=True)
+    console = console or Console(stderr=True, quiet=not processes.leads())
+    stop = stop or threading.Event()
+    check_shares(shard, merge, overwrite)
     listed = check(config)
-    arrays, provenance = problem.load_data(listed[0].config, lambda text: console.print(text, highlight=False))
+    executor.groups(config)
+    say = partial(console.print, highlight=False, markup=False)
+    with exclusive(Path(workdir), shard, overwrite, say):
+        return _train(config, listed, Path(workdir), shard, merge, overwrite, stop, console)
+
+
+def _train(
+    config: ConfigDict, listed: list[sweep.Run], workdir: Path, shard: tuple[int, int] | None, merge: bool,
+    overwrite: bool, stop: threading.Event, console: Console,
+) -> xr.Dataset | None:  # fmt: skip
+    def prepare() -> tuple[Any, dict[str, Any]]:
+        return problem.load_data(listed[0].config, partial(console.print, highlight=False, markup=False))
+
+    arrays, provenance = processes.in_turn(prepare)
     width = executor.vmap_width(config)
     feed.check(config, arrays, width)
-    executor.groups(config)
-    workdir = open_workdir(Path(workdir), _record(config, provenance, width), overwrite, ("packs",), FREE)
+    if processes.leads():
+        open_workdir(workdir, _record(config, provenance, width), overwrite, ("packs",), FREE)
+    processes.wait()
     path = workdir / "results.nc"
-    if path.exists():
+    if processes.of_first(path.exists()):
         console.print(f"{path} is complete; nothing to train (--overwrite begins anew)", highlight=False)
-        return results.load(path)
+        return results.load(path) if processes.leads() else None
     packs = sweep.packs(listed, width)
+    own = packs
+    if not executor.span_processes(config):
+        own = packs[share(len(packs), shard or (processes.index() + 1, processes.count()))]
     begun = time.monotonic()
-    with watch(console, packs, config.train.steps) as report:
+    own = () if merge else own
+    with watch(console, own, config.train.steps) as report:
         try:
-            if jax.default_backend() == "cpu" and config.executor.data_devices == 1:
-                workers.train_on_cores(packs, config, workdir, report)
+            if jax.default_backend() == "cpu" and config.executor.run_devices * config.executor.data_devices == 1:
+                workers.train_on_cores(own, config, workdir, report, stop)
             else:
-                executor.train_on_devices(packs, config, arrays, workdir / "packs", report, threading.Event())
+                executor.train_on_devices(own, config, arrays, workdir / "packs", report, stop)
         except KeyboardInterrupt:
             raise GcjaxError(f"stopped; the same command resumes from {workdir / 'packs'}") from None
+        except Stopped:
+            raise Stopped(f"stopped on a signal and saved; the same command resumes from {workdir / 'packs'}") from None
+    processes.wait()
+    if not processes.leads():
+        return None
+    missing = [pack.name for pack in packs if not checkpoint.finished(workdir / "packs" / pack.name)]
+    if missing:
+        text = f"{len(missing)} of {len(packs)} packs are missing in {workdir / 'packs'} ({some(missing)})"
+        if shard is None:
+            raise GcjaxError(f"{text}; train them before --merge" if merge else f"{text}; all processes must see one workdir")
+        console.print(f"{text}; when they are there, --merge puts all together", highlight=False)
+        return None
     histories = [checkpoint.history(workdir / "packs" / pack.name) for pack in packs]
     result = assemble(config, packs, histories, provenance, time.monotonic() - begun)
     results.save(result, path)
@@ -91,7 +136,7 @@ def check(config: ConfigDict) -> list[sweep.Run]:
 def _check_run(config: ConfigDict) -> None:
     least = {"train.steps": 1, "train.batch_size": 1, "train.chunk": 1, "measure.every": 1, "measure.full": 1,
              "model.depth": 2, "model.width": 2, "executor.vmap_width": 0, "executor.workers": 0,
-             "executor.data_devices": 1}  # fmt: skip
+             "executor.run_devices": 1, "executor.data_devices": 1}  # fmt: skip
     least |= {"train.window": 1, "train.microbatches": 1, "measure.valid_windows": 1} if "window" in config.train else {}
     for path, low in least.items():
         if configs.get(config, path) < low:

@@ -35,6 +35,7 @@ def of_runs(
         tokens = found["steps_per_second"] * config.train.batch_size * config.train.window
         kind, flops = jax.local_devices()[0].device_kind, language.flops_per_token(config)
         peak = next((rate for name, rate in PEAKS.items() if re.search(rf"\b{name}\b", kind)), None)
-        used = tokens * width * flops / (peak * config.executor.data_devices) if peak else None
+        devices = config.executor.run_devices * config.executor.data_devices
+        used = tokens * width * flops / (peak * devices) if peak else None
         found |= {"tokens_per_second": tokens, "flops_per_token": flops, "model_flops_utilisation": used}
     return found

@@ -28,10 +28,15 @@ class State(NamedTuple):
 
 def init(problem: Problem, tx: optax.GradientTransformation, seed: jax.Array) -> State:
     """The state before the first step. The seed fixes the initial weights and the batches, nothing else does."""
-    init_key, batch_key = jax.random.split(jax.random.key(seed))
+    init_key, batch_key = keys(seed)
     params = problem.init(init_key)
     cumulative = jax.tree.map(jnp.zeros_like, _matrices(problem, params))
     return State(params, tx.init(params), cumulative, batch_key, jnp.zeros((), jnp.int32))
+
+
+def keys(seed: jax.Array | int) -> jax.Array:
+    """The keys of a run's initial weights and of its batches."""
+    return jax.random.split(jax.random.key(seed))
 
 
 def _matrices(problem: Problem, params: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,7 +112,9 @@ def snapshot(
     return measured
 
 
-DATA = "data"  # the mesh axis that a batch, and with `executor.fsdp` the parameters, are sharded over
+# Axes of the mesh of devices that train a pack: its runs are sharded over one; a batch, and with `executor.fsdp` the
+# parameters, over the other.
+RUN, DATA = "run", "data"
 
 
 class Programs(NamedTuple):
@@ -116,17 +123,20 @@ class Programs(NamedTuple):
     init: Callable[..., tuple[State, Any]]  # seeds_R, traced -> state, initial stacks
     chunk: Callable[..., tuple[State, dict[str, jax.Array]]]  # state (donated), traced, data, steps -> state, losses
     snapshot: Callable[..., dict[str, Any]]  # state, initial, traced, data, whole -> metrics
-    where: Any  # the device, or the sharding over a group of devices, of what is not sharded
+    where: Any  # the device, or the sharding over a mesh of devices, of what is not sharded
+    runs: Any  # the same, of arrays with an entry a run
+    width: int  # runs side by side
 
 
 def programs(static: FrozenConfigDict, width: int, where: Any, fsdp: bool = False) -> Programs:
     """Compile-once programs for packs of `width` runs of one group (`gcjax.training.sweep.Pack.static`).
 
-    `where` is a device, or the replicating sharding of a mesh with the axis DATA. There every device takes its part of each
-    batch and, with `fsdp`, holds its part of the state. A snapshot is taken on the mesh's first device: its eigenproblems gain
-    nothing from more.
+    `where` is a device, or the replicating sharding of a mesh with the axes RUN and DATA, `width` a multiple of the former.
+    There every device takes its part of the runs and of each batch and, with `fsdp`, holds its part of the state. What is
+    fetched (losses and metrics) is replicated.
     """
     mesh = getattr(where, "mesh", None)
+    side_by_side, sharers = (1, 1) if mesh is None else (mesh.shape[RUN], mesh.shape[DATA])
 
     def parts(traced: Mapping[str, jax.Array]) -> tuple[Problem, optax.GradientTransformation]:
         config = sweep.bind(static, traced)
@@ -140,8 +150,10 @@ def programs(static: FrozenConfigDict, width: int, where: Any, fsdp: bool = Fals
 
     def chunk_run(state: State, traced: Any, data: Any, steps: jax.Array) -> Any:
         problem, tx = parts(traced)
-        if mesh is not None:
-            split, draw = NamedSharding(mesh, PartitionSpec(DATA)), problem.batch
+        if sharers > 1:
+            # In a shard_map over the runs, the mesh is that of the context.
+            split = PartitionSpec(DATA) if mesh is None or side_by_side > 1 else NamedSharding(mesh, PartitionSpec(DATA))
+            draw = problem.batch
             problem = problem._replace(batch=lambda *a: jax.lax.with_sharding_constraint(draw(*a), split))
         return chunk(problem, tx, data, state, steps)
 
@@ -149,35 +161,54 @@ def programs(static: FrozenConfigDict, width: int, where: Any, fsdp: bool = Fals
         problem, _ = parts(traced)
         return snapshot(problem, data, state, initial, static.measure.rank, static.measure.solver, whole)
 
-    init_runs = _over_runs(init_run, (0, 0), width)
-    chunk_runs = _over_runs(chunk_run, (0, 0, None, None), width)
-    snapshot_runs = jax.jit(_over_runs(snapshot_run, (0, 0, 0, None, None), width))
+    def over_runs(run: Callable[..., Any], axes: tuple[int | None, ...]) -> Callable[..., Any]:
+        inner = _over_runs(run, axes, width // side_by_side)
+        if side_by_side == 1:
+            return inner
+        # Not left to the partitioner, which computes an eigenproblem of all runs on every device.
+        specs = tuple(PartitionSpec() if axis is None else PartitionSpec(RUN) for axis in axes)
+        return jax.shard_map(inner, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(RUN), axis_names={RUN}, check_vma=False)
+
+    init_runs = over_runs(init_run, (0, 0))
+    chunk_runs = over_runs(chunk_run, (0, 0, None, None))
     if mesh is None:
         # Committed, as what a chunk returns is: else every program would be compiled once for either.
         begin = jax.jit(init_runs, out_shardings=SingleDeviceSharding(where))
-        return Programs(begin, jax.jit(chunk_runs, donate_argnums=0), snapshot_runs, where)
+        snapshot_runs = jax.jit(over_runs(snapshot_run, (0, 0, 0, None, None)))
+        return Programs(begin, jax.jit(chunk_runs, donate_argnums=0), snapshot_runs, where, where, width)
 
     traced = {path: jnp.zeros(width) for path in sweep.traced(static)}
     like, _ = jax.eval_shape(init_runs, jnp.zeros(width, jnp.uint32), traced)
     held = jax.tree.map(partial(_sharding, mesh, fsdp), like)
+    runs = NamedSharding(mesh, PartitionSpec(RUN))
     first = mesh.devices.flat[0]
+    alone = where.is_fully_addressable and first.platform == "cpu"
+    axes = (0, 0, 0, None, None)
+    snapshots = (
+        jax.jit(_over_runs(snapshot_run, axes, width)) if alone else jax.jit(over_runs(snapshot_run, axes), out_shardings=where)
+    )
 
-    def snapshot_on_first(state: State, initial: Any, traced: Any, data: Any, whole: Any) -> dict[str, Any]:
-        return snapshot_runs(*jax.device_put((state._replace(opt_state=()), initial, traced, data), first), whole)
+    def snapshot_runs(state: State, initial: Any, traced: Any, data: Any, whole: Any) -> dict[str, Any]:
+        own = (state._replace(opt_state=()), initial, traced, data)
+        # Two CPU devices of a process share the threads that an eigensolver of either waits for.
+        return snapshots(*(jax.device_put(own, first) if alone else own), whole)
 
     return Programs(
-        init=jax.jit(init_runs, out_shardings=(held, where)),
+        init=jax.jit(init_runs, out_shardings=(held, runs)),
         chunk=jax.jit(chunk_runs, donate_argnums=0, out_shardings=(held, where)),
-        snapshot=snapshot_on_first,
+        snapshot=snapshot_runs,
         where=where,
+        runs=runs,
+        width=width,
     )
 
 
 def _sharding(mesh: Mesh, fsdp: bool, like: jax.ShapeDtypeStruct) -> NamedSharding:
-    """Of a state's array: over its largest axis that divides (never the runs' or, of matrices, the layers'), or replicated."""
+    """Of a state's array: its runs over RUN; with `fsdp` its largest axis that divides (of matrices, never the layers') over
+    DATA."""
     axes = sorted(range(1 if like.ndim < 4 else 2, like.ndim), key=lambda axis: -like.shape[axis])
-    fitting = [axis for axis in axes if like.shape[axis] % mesh.size == 0] if fsdp and like.ndim > 2 else []
-    return NamedSharding(mesh, PartitionSpec(*(DATA if [axis] == fitting[:1] else None for axis in range(like.ndim))))
+    fitting = [axis for axis in axes if like.shape[axis] % mesh.shape[DATA] == 0] if fsdp and like.ndim > 2 else []
+    return NamedSharding(mesh, PartitionSpec(RUN, *(DATA if [axis] == fitting[:1] else None for axis in range(1, like.ndim))))
 
 
 def _over_runs(run: Callable[..., Any], axes: tuple[int | None, ...], width: int) -> Callable[..., Any]:

@@ -18,16 +18,17 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import jax
 from ml_collections import ConfigDict
 
-from gcjax.errors import GcjaxError
+from gcjax.errors import GcjaxError, Stopped
 from gcjax.training import executor, problem, sweep
-from gcjax.training.executor import Report, Stopped
+from gcjax.training.executor import Report
 from gcjax.training.sweep import Pack
 
 # One thread a worker: a program's own loops, its intra-op pool, and LAPACK under the eigensolvers.
 SINGLE_THREADED = {"NPROC": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+
+STOPPING = (signal.SIGTERM, signal.SIGUSR1)  # schedulers send the second to all processes of a job
 
 
 def worker_environment() -> dict[str, str]:
@@ -41,11 +42,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def train_on_cores(packs: Sequence[Pack], config: ConfigDict, workdir: Path, report: Report) -> None:
+def train_on_cores(packs: Sequence[Pack], config: ConfigDict, workdir: Path, report: Report, stopping: threading.Event) -> None:
     """Train every pack of the study in `workdir`, a worker a core, each taking the next pack when it is free.
 
-    On KeyboardInterrupt the workers save, end, and the interrupt goes on. Raises `GcjaxError` with what stopped a worker,
-    after the others have saved and ended.
+    On KeyboardInterrupt the workers save, end, and the interrupt goes on; where `stopping` is set they do so too, and
+    `Stopped` is raised. Raises `GcjaxError` with what stopped a worker, after the others have saved and ended.
     """
     waiting, failures = deque(packs), list[str]()
     environment = worker_environment()
@@ -66,12 +67,14 @@ def train_on_cores(packs: Sequence[Pack], config: ConfigDict, workdir: Path, rep
                     report(named[message["pack"]], message["steps"])
                 elif "error" in message:
                     failures.append(message["error"])
-                elif waiting and not failures:
+                elif waiting and not failures and not stopping.is_set():
                     worker.stdin.write(waiting.popleft().name + "\n")
                     worker.stdin.flush()
                 else:
                     worker.stdin.close()
-        if worker.returncode and not failures:
+        if -worker.returncode in STOPPING:  # before it could set its handlers
+            stopping.set()
+        elif worker.returncode and not failures:
             failures.append(f"a worker ended with code {worker.returncode}; the same command resumes")
         if failures:
             stop()
@@ -86,6 +89,10 @@ def train_on_cores(packs: Sequence[Pack], config: ConfigDict, workdir: Path, rep
     for thread in threads:
         thread.start()
     try:
+        while any(thread.is_alive() for thread in threads) and not stopping.wait(0.1):
+            pass
+        if stopping.is_set():
+            stop()
         for thread in threads:
             thread.join()
     except KeyboardInterrupt:
@@ -95,6 +102,8 @@ def train_on_cores(packs: Sequence[Pack], config: ConfigDict, workdir: Path, rep
         raise
     if failures:
         raise GcjaxError(failures[0])
+    if stopping.is_set():
+        raise Stopped
 
 
 def _say(**message: object) -> None:
@@ -121,7 +130,8 @@ def main(workdir: Path) -> int:
     _die_with_parent()
     stop = threading.Event()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is the parent's to handle
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    for number in STOPPING:
+        signal.signal(number, lambda *_: stop.set())
     try:
         record = json.loads((workdir / "record.json").read_text())
         config = ConfigDict(record["config"])
@@ -134,7 +144,7 @@ def main(workdir: Path) -> int:
             _say(pack=pack.name, steps=steps)
 
         assigned = _assigned(sweep.packs(listed, record["vmap_width"]))
-        executor.train_queue(assigned, config, arrays, jax.local_devices()[:1], workdir / "packs", report, stop)
+        executor.train_queue(assigned, config, arrays, executor.groups(config)[0], workdir / "packs", report, stop)
     except Stopped:
         return 0
     except GcjaxError as error:
