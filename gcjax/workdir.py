@@ -53,8 +53,10 @@ def open_workdir(
     record = json.loads(json.dumps(record))
     try:
         workdir.mkdir(parents=True, exist_ok=True)
+        # In this order: another share may be writing the record.
+        foreign = [path for path in workdir.iterdir() if not path.name.startswith((".record.json", ".lock"))]
         old = json.loads(kept.read_text()) if kept.exists() else None
-        if old is None and any(not path.name.startswith((".record.json", ".lock")) for path in workdir.iterdir()):
+        if old is None and foreign:
             raise GcjaxError(f"{workdir} holds files that gcjax did not write; give an empty or a new --workdir")
         differing = [line for line in configs.differences(old or record, record)
                      if line.partition(":")[0].removeprefix("config.") not in free]  # fmt: skip

@@ -3,6 +3,7 @@
 Nothing is unpickled, and no more than a header is read before a tensor is asked for.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import math
@@ -69,6 +70,20 @@ class Tensor:
         if len(self.shape) == 1 and self.dtype not in (*_PLAIN, *FP8):  # a block of a quantized vector spans its rows
             return self.read()[rows].copy()
         return self._rows(first, max(first, last))
+
+    def fetch(self) -> None:
+        """Has the system read the stored bytes, into its cache and no memory of the process, so that `read` need not wait.
+
+        What cannot be read is `read`'s to say.
+        """
+        buffer = memoryview(bytearray(1 << 20))
+        for part in (self, self.scale):
+            if part is not None:
+                with contextlib.suppress(OSError), part.file.open("rb", buffering=0) as stream:
+                    stream.seek(part.start)
+                    left = part.stop - part.start
+                    while left > 0 and (got := stream.readinto(buffer[:left])):
+                        left -= got
 
     def _rows(self, first: int, last: int) -> np.ndarray:
         shape = (last - first, *self.shape[1:]) if self.shape else ()

@@ -8,10 +8,12 @@ WORKDIR/circuits.nc   their dataset (`gcjax.results.CIRCUITS`)
 """
 
 import dataclasses
+import gc
 import io
 import json
 import math
 import os
+import threading
 import time
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -28,8 +30,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn, track
 from threadpoolctl import ThreadpoolController
 
-from gcjax import results
-from gcjax.errors import GcjaxError
+from gcjax import processes, results
+from gcjax.errors import GcjaxError, Stopped, some
 from gcjax.geometry.decompose import Decomposition
 from gcjax.pretrained import architectures, circuits, files, sources
 from gcjax.pretrained.architectures import Matrix, Plan
@@ -37,7 +39,7 @@ from gcjax.pretrained.collect import collect
 from gcjax.pretrained.files import Checkpoint
 from gcjax.pretrained.options import Options
 from gcjax.pretrained.portrait import Portrait, Weight, draw
-from gcjax.workdir import open_workdir
+from gcjax.workdir import check_shares, exclusive, open_workdir, share
 
 
 def measure(
@@ -49,20 +51,25 @@ def measure(
     merge: bool = False,
     overwrite: bool = False,
     with_circuits: bool = False,
+    stop: threading.Event | None = None,
     console: Console | None = None,
 ) -> xr.Dataset | None:
     """Measure the projections of `model` (see `sources.resolve`), write `results.nc` into `workdir` and return it.
 
     Interrupted at any moment, the same call resumes. `shard` (i, n) measures the i-th of n shares, from 1, and returns None
     until all are there; several processes may share a workdir in this way. `merge` measures nothing and puts the parts
-    together. `with_circuits` then measures the products of the attention heads into `circuits.nc`, or says why the model has
-    none that can be. Raises `GcjaxError` for a checkpoint that cannot be read, a workdir that belongs to something else
-    (unless `overwrite`), and a merge of an incomplete set.
+    together. Processes that joined others (`gcjax.processes`) all call this with a workdir that all see, and measure a share
+    each; the first returns the dataset, the others None. Set `stop`, from a signal's handler or another thread, to end after
+    the matrix under way. `with_circuits` then measures the products of the attention heads into `circuits.nc`, or says why
+    the model has none that can be.
+
+    Raises `GcjaxError` for a checkpoint that cannot be read, a workdir that belongs to something else (unless `overwrite`) or
+    that another process works on, and a merge of an incomplete set; `Stopped`.
     """
-    console, options = console or Console(stderr=True), options or Options()
-    if shard is not None and not 1 <= shard[0] <= shard[1]:
-        raise GcjaxError(f"--shard {shard[0]}/{shard[1]} does not exist; shards of {shard[1]} are numbered from 1")
-    path = sources.resolve(model, lambda text: console.print(text, highlight=False))
+    console, options = console or Console(stderr=True, quiet=not processes.leads()), options or Options()
+    check_shares(shard, merge, overwrite)
+    workdir, stop = Path(workdir), stop or threading.Event()
+    path = processes.in_turn(lambda: sources.resolve(model, partial(console.print, highlight=False, markup=False)))
     checkpoint = sources.open_model(path)
     shapes = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
     plan = architectures.plan(shapes, checkpoint.config, checkpoint.format)
@@ -73,7 +80,6 @@ def measure(
     if refusal is not None:
         console.print(refusal, highlight=False, markup=False)
     record = {"format": results.FORMAT, "fingerprint": files.fingerprint(checkpoint), "options": dataclasses.asdict(options)}
-    workdir = open_workdir(Path(workdir), record, overwrite, ("parts", "circuits", "circuits.nc"))
     attributes = {
         "model": model,
         "family": plan.family,
@@ -82,10 +88,14 @@ def measure(
         "notes": json.dumps(notes),
         "options": json.dumps(record["options"]),
     }
-    job = _Job(checkpoint, plan, workdir, options, shard, merge, attributes, console)
-    found = _projections(job)
-    if with_circuits and refusal is None:
-        _circuits(job)
+    job = _Job(checkpoint, plan, workdir, options, shard, merge, stop, attributes, console)
+    with exclusive(workdir, shard, overwrite or with_circuits, partial(console.print, highlight=False, markup=False)):
+        if processes.leads():
+            open_workdir(workdir, record, overwrite, ("parts", "circuits", "circuits.nc"))
+        processes.wait()
+        found = _projections(job)
+        if with_circuits and refusal is None:
+            _circuits(job)
     return found
 
 
@@ -98,42 +108,47 @@ class _Job(NamedTuple):
     options: Options
     shard: tuple[int, int] | None
     merge: bool
+    stop: threading.Event
     attributes: Mapping[str, Any]
     console: Console
 
     def share(self, total: int) -> range:
         """Which of `total` parts are this process's to measure."""
-        if self.merge:
-            return range(0)
-        first, last = (0, total) if self.shard is None else ((self.shard[0] + i) * total // self.shard[1] for i in (-1, 0))
-        return range(first, last)
+        return range(0) if self.merge else range(total)[share(total, self.shard or (processes.index() + 1, processes.count()))]
+
+    def end_if_asked(self) -> None:
+        if self.stop.is_set():
+            raise Stopped(f"stopped on a signal with all it measured saved; the same command resumes from {self.workdir}")
 
     def lacks(self, missing: Sequence[str], total: int, what: str) -> bool:
         """Whether anything is missing, and says so; raises `GcjaxError` where all was to be put together."""
         if missing:
-            names = ", ".join(missing[:6]) + (", ..." if len(missing) > 6 else "")
-            text = f"{len(missing)} of {total} {what} are missing in {self.workdir} ({names})"
-            if self.merge:
-                raise GcjaxError(f"{text}; measure them before --merge")
-            self.console.print(f"{text}; when they are there, --merge puts all together", highlight=False)
+            text = f"{len(missing)} of {total} {what} are missing in {self.workdir} ({some(missing)})"
+            if self.merge or processes.count() > 1:
+                raise GcjaxError(f"{text}; measure them before --merge" if self.merge else f"{text}; all processes must see it")
+            self.console.print(f"{text}; when they are there, --merge puts all together", highlight=False, markup=False)
         return bool(missing)
 
     def done(self, target: Path) -> bool:
         """Whether `target` is there already, and says so."""
-        if found := target.exists():
+        found = bool(processes.of_first(target.exists()))
+        if found:
             text = f"{target} is complete; nothing to measure (--overwrite begins anew)"
-            self.console.print(text, highlight=False)
+            self.console.print(text, highlight=False, markup=False)
         return found
 
 
 def _projections(job: _Job) -> xr.Dataset | None:
     target, folder, units = job.workdir / "results.nc", job.workdir / "parts", job.plan.matrices
     if job.done(target):
-        return results.load(target)
+        return results.load(target) if processes.leads() else None
     begun = time.monotonic()
     if own := job.share(len(units)):
-        _measure(job.checkpoint, units, own, folder, job.options, job.console)
-    missing = [f"{unit.projection} {unit.layer}" for unit in units if not _part(folder, unit).exists()]
+        _measure(job, own, folder)
+    processes.wait()
+    if not processes.leads():
+        return None
+    missing = [_name(unit) for unit in units if not _part(folder, unit).exists()]
     if job.lacks(missing, len(units), "parts"):
         return None
     attributes = {**job.attributes, "wall_seconds": time.monotonic() - begun}
@@ -154,8 +169,12 @@ def _circuits(job: _Job) -> None:
         unit = units[layer]
         read = {name: partial(_whole, job.checkpoint, unit[name]) for name in circuits.PROJECTIONS}
         _save(parts[layer], circuits.draw(read, heads, job.options.rank))
+        job.end_if_asked()
     job.console.print(f"circuits of {len(todo)} layers, {time.monotonic() - begun:.0f} s", highlight=False)
-    if not job.lacks([str(layer) for layer in units if not parts[layer].exists()], len(units), "layers' circuits"):
+    processes.wait()
+    if processes.leads() and not job.lacks(
+        [str(layer) for layer in units if not parts[layer].exists()], len(units), "layers' circuits"
+    ):
         attributes = {**job.attributes, "wall_seconds": time.monotonic() - begun}
         results.save(circuits.collect(job.plan, lambda layer: _load(parts[layer]), job.options, attributes), target)
 
@@ -178,17 +197,27 @@ def _save(path: Path, portrait: Portrait) -> None:
     results.write_whole(path, buffer.getbuffer(), "; free space and run the same command again")
 
 
+def _name(unit: Matrix) -> str:
+    return f"{unit.projection} {unit.layer}"
+
+
 def _whole(checkpoint: Checkpoint, unit: Matrix) -> np.ndarray:
     return architectures.assemble(unit, lambda name: checkpoint.tensors[name].read())
 
 
 def _read(checkpoint: Checkpoint, unit: Matrix) -> Weight:
+    gc.collect(0)  # until then JAX keeps the host arrays it was lent, those of the matrix before
     w_OI = _whole(checkpoint, unit)
     gain = unit.gain
     gain_D = None if gain is None else checkpoint.tensors[gain.tensor].read().astype(np.float32) + np.float32(gain.offset)
     dtype = checkpoint.tensors[unit.parts[0].tensor].dtype
     w_OI, gain_D = jax.device_put((w_OI, gain_D), may_alias=True)  # on CPU there is then no second copy
-    return Weight(f"{unit.projection} {unit.layer}", dtype, w_OI, gain_D, gain is not None and gain.space == "output")
+    return Weight(_name(unit), dtype, w_OI, gain_D, gain is not None and gain.space == "output")
+
+
+def _fetch(checkpoint: Checkpoint, unit: Matrix) -> None:
+    for part in unit.parts:
+        checkpoint.tensors[part.tensor].fetch()
 
 
 def leave_the_cores_to_xla() -> None:
@@ -198,10 +227,9 @@ def leave_the_cores_to_xla() -> None:
             library.set_num_threads(1)
 
 
-def _measure(
-    checkpoint: Checkpoint, units: Sequence[Matrix], own: range, folder: Path, options: Options, console: Console
-) -> None:
-    """Draw the portraits of `own` that are not there yet; the next matrix is read while this one is computed."""
+def _measure(job: _Job, own: range, folder: Path) -> None:
+    """Draw the portraits of `own` that are not there yet; the next matrix's bytes are fetched while this one is computed."""
+    checkpoint, units, options, console = job.checkpoint, job.plan.matrices, job.options, job.console
     todo = [i for i in own if not _part(folder, units[i]).exists()]
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("matrices, {task.description}"), TimeElapsedColumn(),
                TimeRemainingColumn())  # fmt: skip
@@ -217,15 +245,16 @@ def _measure(
     read, begun = 0, time.monotonic()
     with ThreadPoolExecutor(1) as reader, Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(todo))
-        queue = [reader.submit(_read, checkpoint, units[i]) for i in todo[:1]]
         for done, i in enumerate(todo, start=1):
-            weight = queue.pop().result()
-            queue += [reader.submit(_read, checkpoint, units[following]) for following in todo[done : done + 1]]
-            portrait, wholes = draw(weight, before(i), options)
+            earlier = before(i)
+            for following in todo[done : done + 1]:
+                reader.submit(_fetch, checkpoint, units[following])
+            portrait, wholes = draw(_read(checkpoint, units[i]), earlier, options)  # no name here: it is freed before the next
             latest = (i, wholes)
             _save(_part(folder, units[i]), portrait)
+            job.end_if_asked()
             read += sum(checkpoint.tensors[part.tensor].stop - checkpoint.tensors[part.tensor].start for part in units[i].parts)
-            text = f"{weight.name}, {read / 1e6 / (time.monotonic() - begun):.0f} MB/s"
+            text = f"{_name(units[i])}, {read / 1e6 / (time.monotonic() - begun):.0f} MB/s"
             progress.update(task, advance=1, description=text)
             if not console.is_terminal and (done == len(todo) or units[todo[done]].projection != units[i].projection):
                 console.print(f"{done}/{len(todo)} matrices, {text}", highlight=False)

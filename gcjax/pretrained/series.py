@@ -14,10 +14,10 @@ from urllib.parse import quote
 import xarray as xr
 from rich.console import Console
 
-from gcjax import results
+from gcjax import processes, results
 from gcjax.errors import GcjaxError
 from gcjax.pretrained.measure import measure
-from gcjax.workdir import open_workdir
+from gcjax.workdir import check_shares, open_workdir
 
 
 def expand(models: Sequence[str]) -> list[str]:
@@ -45,10 +45,14 @@ def measure_series(models: Sequence[str], workdir: str | os.PathLike[str], *how:
 
     Raises what `measure` raises, and `GcjaxError` where a model is given twice or two do not have the same projections.
     """
-    console = console or Console(stderr=True)
+    console = console or Console(stderr=True, quiet=not processes.leads())
     if len(set(models)) < len(models):
         raise GcjaxError(f"a model is given twice among {', '.join(models)}; give each checkpoint once")
-    root = open_workdir(Path(workdir), {"checkpoints": sorted(models)}, overwrite, ("checkpoints",))
+    check_shares(more.get("shard"), more.get("merge", False), overwrite)
+    root = Path(workdir)
+    if processes.leads():
+        open_workdir(root, {"checkpoints": sorted(models)}, overwrite, ("checkpoints",))
+    processes.wait()
     measured = []
     for step, model in sorted(zip(steps(models), models)):
         console.print(f"step {step}: {model}", highlight=False)

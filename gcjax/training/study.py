@@ -69,57 +69,51 @@ def train(
     listed = check(config)
     executor.groups(config)
     say = partial(console.print, highlight=False, markup=False)
-    with exclusive(Path(workdir), shard, overwrite, say):
-        return _train(config, listed, Path(workdir), shard, merge, overwrite, stop, console)
+    arrays, provenance = processes.in_turn(lambda: problem.load_data(listed[0].config, say))
+    width, workdir = executor.vmap_width(config), Path(workdir)
+    feed.check(config, arrays, width)
+    path, packs = workdir / "results.nc", sweep.packs(listed, width)
+    with exclusive(workdir, shard, overwrite, say):
+        if processes.leads():
+            open_workdir(workdir, _record(config, provenance, width), overwrite, ("packs",), FREE)
+        processes.wait()
+        if processes.of_first(path.exists()):
+            say(f"{path} is complete; nothing to train (--overwrite begins anew)")
+            return results.load(path) if processes.leads() else None
+        begun = time.monotonic()
+        own = () if merge else packs
+        if not executor.span_processes(config):
+            own = own[share(len(own), shard or (processes.index() + 1, processes.count()))]
+        _train(own, config, arrays, workdir, stop, console)
+        processes.wait()
+        if not processes.leads():
+            return None
+        missing = [pack.name for pack in packs if not checkpoint.finished(workdir / "packs" / pack.name)]
+        if missing:
+            text = f"{len(missing)} of {len(packs)} packs are missing in {workdir / 'packs'} ({some(missing)})"
+            if shard is None:
+                raise GcjaxError(f"{text}; " + ("train them before --merge" if merge else "all processes must see one workdir"))
+            say(f"{text}; when they are there, --merge puts all together")
+            return None
+        histories = [checkpoint.history(workdir / "packs" / pack.name) for pack in packs]
+        result = assemble(config, packs, histories, provenance, time.monotonic() - begun)
+        results.save(result, path)
+        return result
 
 
 def _train(
-    config: ConfigDict, listed: list[sweep.Run], workdir: Path, shard: tuple[int, int] | None, merge: bool,
-    overwrite: bool, stop: threading.Event, console: Console,
-) -> xr.Dataset | None:  # fmt: skip
-    def prepare() -> tuple[Any, dict[str, Any]]:
-        return problem.load_data(listed[0].config, partial(console.print, highlight=False, markup=False))
-
-    arrays, provenance = processes.in_turn(prepare)
-    width = executor.vmap_width(config)
-    feed.check(config, arrays, width)
-    if processes.leads():
-        open_workdir(workdir, _record(config, provenance, width), overwrite, ("packs",), FREE)
-    processes.wait()
-    path = workdir / "results.nc"
-    if processes.of_first(path.exists()):
-        console.print(f"{path} is complete; nothing to train (--overwrite begins anew)", highlight=False)
-        return results.load(path) if processes.leads() else None
-    packs = sweep.packs(listed, width)
-    own = packs
-    if not executor.span_processes(config):
-        own = packs[share(len(packs), shard or (processes.index() + 1, processes.count()))]
-    begun = time.monotonic()
-    own = () if merge else own
-    with watch(console, own, config.train.steps) as report:
+    packs: Sequence[sweep.Pack], config: ConfigDict, arrays: Any, workdir: Path, stop: threading.Event, console: Console
+) -> None:
+    with watch(console, packs, config.train.steps) as report:
         try:
             if jax.default_backend() == "cpu" and config.executor.run_devices * config.executor.data_devices == 1:
-                workers.train_on_cores(own, config, workdir, report, stop)
+                workers.train_on_cores(packs, config, workdir, report, stop)
             else:
-                executor.train_on_devices(own, config, arrays, workdir / "packs", report, stop)
+                executor.train_on_devices(packs, config, arrays, workdir / "packs", report, stop)
         except KeyboardInterrupt:
             raise GcjaxError(f"stopped; the same command resumes from {workdir / 'packs'}") from None
         except Stopped:
             raise Stopped(f"stopped on a signal and saved; the same command resumes from {workdir / 'packs'}") from None
-    processes.wait()
-    if not processes.leads():
-        return None
-    missing = [pack.name for pack in packs if not checkpoint.finished(workdir / "packs" / pack.name)]
-    if missing:
-        text = f"{len(missing)} of {len(packs)} packs are missing in {workdir / 'packs'} ({some(missing)})"
-        if shard is None:
-            raise GcjaxError(f"{text}; train them before --merge" if merge else f"{text}; all processes must see one workdir")
-        console.print(f"{text}; when they are there, --merge puts all together", highlight=False)
-        return None
-    histories = [checkpoint.history(workdir / "packs" / pack.name) for pack in packs]
-    result = assemble(config, packs, histories, provenance, time.monotonic() - begun)
-    results.save(result, path)
-    return result
 
 
 def check(config: ConfigDict) -> list[sweep.Run]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from ml_collections import FrozenConfigDict
 
 from gcjax.geometry.continuity import measure
@@ -203,7 +203,7 @@ def programs(static: FrozenConfigDict, width: int, where: Any, fsdp: bool = Fals
     )
 
 
-def _sharding(mesh: Mesh, fsdp: bool, like: jax.ShapeDtypeStruct) -> NamedSharding:
+def _sharding(mesh: Mesh | AbstractMesh, fsdp: bool, like: jax.ShapeDtypeStruct) -> NamedSharding:
     """Of a state's array: its runs over RUN; with `fsdp` its largest axis that divides (of matrices, never the layers') over
     DATA."""
     axes = sorted(range(1 if like.ndim < 4 else 2, like.ndim), key=lambda axis: -like.shape[axis])
