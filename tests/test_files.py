@@ -693,6 +693,28 @@ def test_reading_takes_the_result_and_a_small_constant(tmp_path):
                 tracemalloc.stop()
 
 
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="bytes read are counted by /proc")
+def test_fetching_reads_the_stored_bytes_and_keeps_none(tmp_path):
+    def count():
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    tensors = {"w": ("F8_E5M2", (1500, 2000), bytes(3_000_000)), "w_scale": ("F32", (1500,), bytes(6000))}
+    path = write(tmp_path / "model.safetensors", safetensors_bytes(tensors))
+    tensor = open_checkpoint(path).tensors["w"]
+    tracemalloc.start()
+    try:
+        before = count()
+        tensor.fetch()
+        assert 3_006_000 <= count() - before < 3_100_000
+        assert tracemalloc.get_traced_memory()[1] < 1.5 * (1 << 20)
+    finally:
+        tracemalloc.stop()
+    os.truncate(path, 1_000_000)
+    tensor.fetch()  # it is `read` that complains
+    path.unlink()
+    tensor.fetch()
+
+
 def test_the_fingerprint_is_that_of_the_content(tmp_path):
     weight = random(64, 64)
     tensors = {"x": weight, "y": random(3)}

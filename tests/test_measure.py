@@ -170,18 +170,32 @@ def test_layers_that_cannot_be_measured_are_flagged_and_the_rest_goes_on(model, 
     np.testing.assert_array_equal(found.cosine.sel(matrix="k"), measured.cosine.sel(matrix="k"))
 
 
-def test_one_matrix_is_in_memory_at_a_time(tmp_path):
+@pytest.mark.parametrize(("name", "fused"), [("down_proj", 1), ("gate_up_proj", 2)])
+def test_one_matrix_is_in_memory_at_a_time(tmp_path, name, fused):
     """All zero, so nothing is computed of them; NumPy tells tracemalloc of its arrays, of those lent to JAX too."""
-    w_OI = np.zeros((2048, 2048), ml_dtypes.bfloat16)
-    save_file({f"layers.{layer}.w": w_OI for layer in range(6)}, tmp_path / "model.safetensors")
+    stored = np.zeros((fused * 2048, 2048), ml_dtypes.bfloat16)
+    save_file({f"model.layers.{layer}.mlp.{name}.weight": stored for layer in range(6)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "phi3"}))
     tracemalloc.start()
     try:
-        measure(str(tmp_path / "model.safetensors"), tmp_path / "w", QUICK, shard=(1, 2))
+        measure(str(tmp_path), tmp_path / "w", QUICK, shard=(1, 2))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert len(list((tmp_path / "w" / "parts").iterdir())) == 3
-    assert 1 < peak / (4 * w_OI.size) < 1.5
+    assert len(list((tmp_path / "w" / "parts").iterdir())) == 3 * fused
+    assert 1 < peak / (4 * 2048 * 2048) < 1.5
+
+
+def test_fused_projections_are_measured_as_separate_ones_are(model, measured, tmp_path):
+    tensors = dict(model[1])
+    for layer in range(LAYERS):
+        for fused, names in (("self_attn.qkv_proj", "qkv"), ("mlp.gate_up_proj", ("gate", "up"))):
+            parts = [tensors.pop(f"model.layers.{layer}.{NAMES[name]}.weight") for name in names]
+            tensors[f"model.layers.{layer}.{fused}.weight"] = np.concatenate(parts)
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((model[0] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "phi3"}))
+    _same(measure(str(tmp_path), tmp_path / "w", QUICK), measured)
 
 
 def test_checkpoints_of_a_run_are_a_series_over_training_steps(model, tmp_path):

@@ -34,7 +34,7 @@ from gcjax import processes, results
 from gcjax.errors import GcjaxError, Stopped, some
 from gcjax.geometry.decompose import Decomposition
 from gcjax.pretrained import architectures, circuits, files, sources
-from gcjax.pretrained.architectures import Matrix, Plan
+from gcjax.pretrained.architectures import Matrix, Part, Plan
 from gcjax.pretrained.collect import collect
 from gcjax.pretrained.files import Checkpoint
 from gcjax.pretrained.options import Options
@@ -202,6 +202,9 @@ def _name(unit: Matrix) -> str:
 
 
 def _whole(checkpoint: Checkpoint, unit: Matrix) -> np.ndarray:
+    match unit.parts:
+        case [Part(tensor, None, False, (rows,))]:  # no more than this of what is fused
+            return np.ascontiguousarray(checkpoint.tensors[tensor].read(rows), np.float32)
     return architectures.assemble(unit, lambda name: checkpoint.tensors[name].read())
 
 
