@@ -10,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xarray as xr
-from toys import LLAMA, MLP, TOY_LLAMA, TOY_MLP, write_prose
+from toys import LLAMA, MLP, TOY_LLAMA, TOY_MLP, write_checkpoint, write_prose
 
 from gcjax import config as configs
 from gcjax import launch_local, processes, results
 from gcjax.errors import REQUEUE, GcjaxError, Stopped
+from gcjax.pretrained.measure import measure
+from gcjax.pretrained.options import Options
 from gcjax.training import study
 
 pytestmark = pytest.mark.usefixtures("compilation_cache")
@@ -115,6 +117,16 @@ def test_processes_that_train_together_stop_and_resume_together(llama: xr.Datase
     assert _together(parts, *how) == 0
     assert _together(whole, *how) == 0
     xr.testing.assert_equal(results.load(parts / "results.nc"), results.load(whole / "results.nc"))
+
+
+def test_processes_that_divide_a_model_s_matrices_measure_it_as_one(tmp_path: Path) -> None:
+    """By the command line; only the first process speaks."""
+    write_checkpoint(tmp_path / "model")
+    alone = measure(str(tmp_path / "model"), tmp_path / "alone", Options(rank=4, draws=2))
+    arguments = ["measure", str(tmp_path / "model"), "--workdir", str(tmp_path / "w"), "--rank", "4", "--draws", "2"]
+    assert launch_local.launch(launch_local.commands(2, arguments)) == 0
+    xr.testing.assert_equal(results.load(tmp_path / "w" / "results.nc"), alone)
+    assert not list((tmp_path / "w").glob(".lock*"))
 
 
 @pytest.mark.parametrize(
