@@ -167,8 +167,8 @@ def untested() -> dict:
     """What the paper says of attention but did not test: is it the softmax that gives Q and K their continuity, and the lack of
     a nonlinearity that denies it to V? Linear attention with and without rotary embedding; V behind an activation.
 
-    100 steps, a quarter of an hour on two cores. At the end v1, means over 3 seeds: Q and K .71 and .75 with the softmax, .24
-    and .30 without it (.25 and .27 without RoPE as well); V .32, behind ReLU .52, behind SiLU .44, and O's u1 then .91, not .77.
+    100 steps, about twenty minutes on two cores. At the end v1, means over 3 seeds: Q and K .71 and .75 with the softmax, .24
+    and .30 without it (.25 and .27 without RoPE as well); V .32, behind ReLU .52, behind SiLU .44, with O's u1 .91 for .77.
     """
     points = (
         activation("SiLU"),
