@@ -94,8 +94,7 @@ def device_rates(sizes: Mapping[str, Any], timer: Timer) -> dict[str, Any]:
     side, kind = sizes["matmul"], jax.devices()[0].device_kind
     product = jax.jit(jnp.matmul)
     found: dict[str, Any] = {}
-    for name in ("float32", "bfloat16"):
-        a = jnp.ones((side, side), name)
+    for name, a in {name: jnp.ones((side, side), name) for name in ("float32", "bfloat16")}.items():
         found[name] = 2 * side**3 / timer.median(lambda: product(a, a))  # noqa: B023
     whole, negate = jnp.ones(sizes["copy"]), jax.jit(jnp.negative)
     found["copy"] = 2 * whole.nbytes / timer.median(lambda: negate(whole))
@@ -122,8 +121,7 @@ class Trained:
         self.programs = train.programs(pack.static, width, device)
         self.traced = {path: jax.device_put(jnp.asarray(values), device) for path, values in pack.traced().items()}
         self.data = jax.device_put(dict(arrays), device)
-        seeds = jax.device_put(jnp.arange(width, dtype=jnp.uint32), device)
-        self.state, self.initial = self.programs.init(seeds, self.traced)
+        self.state, self.initial = self.programs.init(jax.device_put(jnp.arange(width, dtype="uint32"), device), self.traced)
 
     def advance(self, steps: int) -> Any:
         import jax
@@ -150,7 +148,7 @@ class Trained:
         import jax
         import numpy as np
 
-        found, compiled = list[str](), list[str]()
+        compiled = list[str]()
         jax.block_until_ready(self.advance(1))
         before, count = jax.tree.leaves(self.state.params)[0], jax.device_put(np.int32(3))
         program = self.programs.chunk.lower(self.state, self.traced, self.data, count).as_text()
@@ -158,12 +156,11 @@ class Trained:
         try:
             with jax.transfer_guard("disallow"):
                 self.state, _ = jax.block_until_ready(self.programs.chunk(self.state, self.traced, self.data, count))
+            found = ["a chunk is compiled again"] if any("backend_compile" in event for event in compiled) else []
+            found += [] if before.is_deleted() else ["a chunk does not take over its state's memory"]
+            found += [f"a chunk calls the host: {name}" for name in set(re.findall(r"infeed|outfeed|\w*callback\w*", program))]
         except jax.errors.JaxRuntimeError as error:
-            return [f"a chunk moves data between host and device: {str(error).splitlines()[0]}"]
-        found += ["a chunk is compiled again"] if any("backend_compile" in event for event in compiled) else []
-        found += [] if before.is_deleted() else ["a chunk does not take over its state's memory"]
-        if asked := set(re.findall(r"infeed|outfeed|\w*callback\w*", program)):
-            found.append(f"a chunk calls the host: {', '.join(asked)}")
+            found = [f"a chunk moves data between host and device: {str(error).splitlines()[0]}"]
         print(f"  {'; '.join(found) or 'a chunk donates its state, is compiled once and leaves the host alone'}")
         return found
 
@@ -225,7 +222,8 @@ def sweep(sizes: Mapping[str, Any], rates: Mapping[str, Any], timer: Timer, riva
     rate, best = max((rate, width) for width, rate in by_width.items())
     alone, share = by_width[1], rate * flops / rates["sheet"] if rates["sheet"] else None
     found |= {"best_width": best, "share_of_products": rate * flops / rates["float32"], "share_of_sheet": share}
-    print(f"  best: width {best}, {rate:.1f} run-steps/s, {rate / alone:.1f} times width 1")
+    sheet = f", {share:.2%} of the data sheet's in bfloat16" if share else ""
+    print(f"  best: width {best}, {rate:.1f} run-steps/s, {rate / alone:.1f} times width 1{sheet}")
     platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
     for name, rival in rivals.items():
         if rival.facts.get("device") != platform:
@@ -278,14 +276,14 @@ def language(sizes: Mapping[str, Any], rates: Mapping[str, Any], timer: Timer, r
                 raise
             print(f"  a batch in {parts} parts does not fit into the device's memory")
             trained = None
-    used = rate * flops_per_token(config)
-    product, stats = rates[config.model.dtype], jax.devices()[0].memory_stats() or {}
+    used, product = rate * flops_per_token(config), rates[config.model.dtype]
+    stats = jax.devices()[0].memory_stats() or {}
     found = {"tokens_per_second": rate, "microbatches": parts, "flops_per_token": flops_per_token(config),
              "share_of_products": used / product, "model_flops_utilisation": used / rates["sheet"] if rates["sheet"] else None,
              "peak_bytes": stats.get("peak_bytes_in_use"), "complaints": complaints}  # fmt: skip
     text = f", {found['model_flops_utilisation']:.1%} model FLOPs utilisation" if rates["sheet"] else ""
-    text = f"{used / product:.1%} of the device's products in {config.model.dtype}{text}"
-    print(f"  {rate:.0f} tokens/s, {text}; batch in {parts} parts")
+    share = f"{used / product:.1%} of the device's products in {config.model.dtype}"
+    print(f"  {rate:.0f} tokens/s, {share}{text}; batch in {parts} parts")
     return found
 
 
@@ -355,8 +353,7 @@ def main() -> int:
     parser.add_argument("--toy", action="store_true", help="toy sizes, for CPU devices: shows that it runs, not how fast")
     parser.add_argument("--seconds", type=float, help="of a measurement of many steps (default: 1, at toy size 0.2)")
     parser.add_argument("--repeats", type=int, default=5, help="measurements of each (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("accelerator.json"), help="list of records to append to "
-                        "(default: %(default)s)")  # fmt: skip
+    parser.add_argument("--out", type=Path, default=Path("accelerator.json"), help="to append to (default: %(default)s)")
     args = parser.parse_args()
     chosen = args.only.split(",")
     if unknown := [name for name in chosen if name not in SECTIONS]:
@@ -391,9 +388,9 @@ def main() -> int:
             record["failed"][name] = f"{type(error).__name__}: {error}"
             print(f"  FAILED: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         print(f"  {time.perf_counter() - begun:.0f} s in all")
+        args.out.write_text(json.dumps([*records, record], indent=1))
     for one in rivals.values():
         one.end()
-    args.out.write_text(json.dumps([*records, record], indent=1))
     print(f"\nappended to {args.out}" + (f"; FAILED: {', '.join(record['failed'])}" if record["failed"] else ""))
     return 1 if record["failed"] else 0
 
