@@ -30,7 +30,7 @@ KILLS = int(os.environ.get("GCJAX_KILLS", "3"))
 LONGEST = 300  # seconds that any of these commands may take on a busy machine
 
 
-SIGNALS = {"sweep": signal.SIGUSR1, "transformer": signal.SIGTERM, "measurement": signal.SIGUSR1}
+SIGNALS = {"sweep": signal.SIGTERM, "measurement": signal.SIGUSR1}
 
 
 class Kind(NamedTuple):
@@ -119,6 +119,7 @@ def test_killed_at_random_moments_it_resumes_to_the_same_bits(kind: Kind, tmp_pa
     assert not list(workdir.rglob("*.tmp*")) + list(workdir.rglob(".lock*")), "a killed process's scraps are left"
 
 
+@of(*SIGNALS)
 def test_on_a_signal_it_saves_says_so_and_asks_to_be_started_again(kind: Kind, tmp_path: Path) -> None:
     process = _start(kind.arguments, tmp_path / "w")
     _until(lambda: list((tmp_path / "w").glob(kind.partial)), process)

@@ -89,16 +89,24 @@ def test_processes_that_train_packs_together_agree_with_one(mlp: xr.Dataset, tmp
     _agree(results.load(tmp_path / "w" / "results.nc"), mlp)
 
 
-@pytest.mark.parametrize("how", [("executor.fsdp=True",), ("data.device_bytes=0",)], ids=["fsdp", "from the host"])
-def test_a_transformer_s_batch_is_shared_by_processes(how: tuple[str], llama: xr.Dataset, prose: str, tmp_path: Path) -> None:
-    assert _together(tmp_path / "w", LLAMA, *TOY_LLAMA, prose, "executor.data_devices=2", *how) == 0
-    _agree(results.load(tmp_path / "w" / "results.nc"), llama)
+SHARED = ("executor.data_devices=2", "executor.fsdp=True", "data.device_bytes=0")  # the corpus stays on the host
 
 
-def test_processes_that_train_together_stop_and_resume_together(llama: xr.Dataset, prose: str, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def shared(prose: str, tmp_path_factory: pytest.TempPathFactory) -> xr.Dataset:
+    """The transformer, its batch and its parameters shared by two processes."""
+    workdir = tmp_path_factory.mktemp("shared") / "w"
+    assert _together(workdir, LLAMA, *TOY_LLAMA, prose, *SHARED) == 0
+    return results.load(workdir / "results.nc")
+
+
+def test_a_transformer_s_batch_and_parameters_are_shared_by_processes(llama: xr.Dataset, shared: xr.Dataset) -> None:
+    _agree(shared, llama)
+
+
+def test_processes_that_train_together_stop_and_resume_together(shared: xr.Dataset, prose: str, tmp_path: Path) -> None:
     """Signalled in the middle, then run to the end: as uninterrupted."""
-    how = (LLAMA, *TOY_LLAMA, prose, "executor.data_devices=2", "executor.fsdp=True", "checkpoint.seconds=0.0")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    how, parts = (LLAMA, *TOY_LLAMA, prose, *SHARED, "checkpoint.seconds=0.0"), tmp_path / "parts"
 
     def interrupt() -> None:
         deadline = time.monotonic() + 240
@@ -115,8 +123,7 @@ def test_processes_that_train_together_stop_and_resume_together(llama: xr.Datase
     assert not (parts / "results.nc").exists()
     assert list(parts.glob("packs/*/running/*")), "nothing was saved"
     assert _together(parts, *how) == 0
-    assert _together(whole, *how) == 0
-    xr.testing.assert_equal(results.load(parts / "results.nc"), results.load(whole / "results.nc"))
+    xr.testing.assert_equal(results.load(parts / "results.nc"), shared)
 
 
 def test_processes_that_divide_a_model_s_matrices_measure_it_as_one(tmp_path: Path) -> None:
