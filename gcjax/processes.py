@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from jax._src import distributed  # the coordination service's barrier and store have no public name
+from jax.experimental import multihost_utils
 
 from gcjax.errors import GcjaxError
 
@@ -60,6 +61,12 @@ def wait() -> None:
     """Wait until every process is here, however long that takes. If one dies, the coordinator notices and ends the others."""
     if count() > 1:
         _client().wait_at_barrier(_next_key(), timeout_in_ms=PATIENCE_MS)
+
+
+def connect() -> None:
+    """Connect the devices of all processes, which on CPU must reach for each other within seconds: later, one may compile."""
+    wait()
+    multihost_utils.sync_global_devices("gcjax")
 
 
 def in_turn(work: Callable[[], T]) -> T:

@@ -82,7 +82,9 @@ def train(
             return results.load(path) if processes.leads() else None
         begun = time.monotonic()
         own = () if merge else packs
-        if not executor.span_processes(config):
+        if executor.span_processes(config):
+            processes.connect()
+        else:
             own = own[share(len(own), shard or (processes.index() + 1, processes.count()))]
         _train(own, config, arrays, workdir, stop, console)
         processes.wait()
