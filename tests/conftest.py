@@ -4,12 +4,24 @@ A module that asks for the fixture `strict_promotion` also forbids implicit dtyp
 because optax mixes int32 counts with float32 itself.
 """
 
+import atexit
+import gc
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import hypothesis
 import jaxtyping
 import pytest
+
+# Before JAX is imported, here and in the processes that tests start. Compiling the tests' small programs takes longer than
+# running them: it is done once for all, and with less effort.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true")
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="gcjax-compiled-")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+os.environ |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0"}
 
 # Before gcjax is imported. An int is a float, as PEP 484 has it.
 jaxtyping.install_import_hook("gcjax", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
@@ -29,12 +41,9 @@ def strict_promotion() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the processes that a test starts find what another one has compiled: a second start takes half the time."""
-    folder = tmp_path_factory.mktemp("compiled")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(folder))
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
-        yield folder
+@pytest.fixture(scope="module", autouse=True)
+def _freeze() -> Iterator[None]:
+    """What JAX has cached for a module's tests is not looked through again: later, a collection would take seconds."""
+    yield
+    gc.collect()
+    gc.freeze()

@@ -25,7 +25,6 @@ from gcjax.pretrained.measure import measure
 from gcjax.pretrained.options import Options
 from gcjax.training import study
 
-pytestmark = pytest.mark.usefixtures("compilation_cache")
 KILLS = int(os.environ.get("GCJAX_KILLS", "3"))
 LONGEST = 300  # seconds that any of these commands may take on a busy machine
 

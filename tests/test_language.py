@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -316,7 +317,7 @@ def test_twenty_steps_are_those_of_transformers_under_torch(toy: Toy) -> None:
     groups = [{"params": others, "weight_decay": 0.3}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8)
     tx = optim.build(config.optim, steps, built.roles)
-    step = jax.jit(lambda data, state: train.step(built, tx, data, state))
+    step = jax.jit(lambda data, state: train.step(built, tx, data, state, partial(train.gradients, built)))
     matrices = {name: jnp.zeros_like(value) for name, value in params.items() if built.roles[name] == "matrix"}
     state = train.State(params, tx.init(params), matrices, jax.random.key(1), jnp.int32(0))
     data, norms = jax.device_put(arrays), []
@@ -391,11 +392,9 @@ def _train_shared(out: Path, *overrides: str) -> None:
 
 def _run_on_four(command: list[str], timeout: float = 300) -> None:
     """Raises where it fails, and where it has not ended after `timeout` seconds: devices that wait for each other do not."""
-    # Half of what LLVM would do: these programs are small and compiling them is what takes long.
-    flags = (
-        "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    )
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4"
+    # A device that waits for another holds a thread; more of them than cores, lest those that all wait for have none.
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "32"}
     done = subprocess.run([sys.executable, *command], env=environment, timeout=timeout, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -273,7 +273,8 @@ def _tiny(optimizer, **changes):
 def _trained(made, tx, data, steps, seed=0):
     """The states before and after, and what a bystander adds up: raw gradients of the same batches, losses."""
     state = first = train.init(made, tx, jnp.uint32(seed))
-    step, grad = jax.jit(partial(train.step, made, tx)), jax.jit(jax.value_and_grad(made.loss))
+    grad = jax.jit(jax.value_and_grad(made.loss))
+    step = jax.jit(partial(train.step, made, tx, of_batch=partial(train.gradients, made)))
     total, losses = 0.0, []
     for count in range(steps):
         loss, grads = grad(state.params, made.batch(data, first.key, jnp.int32(count)))

@@ -19,8 +19,6 @@ from gcjax.pretrained.measure import measure
 from gcjax.pretrained.options import Options
 from gcjax.training import study
 
-pytestmark = pytest.mark.usefixtures("compilation_cache")
-
 
 def _train(where: str, workdir: str, config: str, *overrides: str) -> None:
     """A child: the study, as one of the processes that `where` (coordinator, count, index) says."""

@@ -26,14 +26,14 @@ pytestmark = pytest.mark.skipif(slurm.refusal() is not None, reason=f"no Slurm t
 
 
 @pytest.fixture(scope="module")
-def cluster(compilation_cache: Path) -> Iterator[slurm.Cluster]:
+def cluster() -> Iterator[slurm.Cluster]:
     """A Slurm whose jobs run this interpreter's gcjax."""
     with slurm.cluster(VENV=sys.prefix) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def trained(compilation_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> xr.Dataset:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> xr.Dataset:
     """The study without Slurm."""
     found = study.train(configs.load(MLP, STUDY), tmp_path_factory.mktemp("local") / "w")
     assert found is not None

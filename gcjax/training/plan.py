@@ -119,13 +119,12 @@ def plan(config: ConfigDict, hardware: Hardware, run_devices: int = 1, data_devi
     packs = sweep.packs(study.check(own), own.executor.vmap_width or WIDTH)
     pack = max(packs, key=lambda one: len(one.runs))
     run, runs, devices = pack.runs[0].config, math.ceil(len(pack.runs) / run_devices), run_devices * data_devices
-    state, initial = _state(pack.static, runs * run_devices)
+    begun = _begun(pack.static, runs * run_devices)
     mesh = AbstractMesh((run_devices, data_devices), (train.RUN, train.DATA))
-    held, whole = (jax.tree.map(partial(_part, mesh, shared), state) for shared in (fsdp, False))
+    (held, initial), (whole, _) = (jax.tree.map(partial(_part, mesh, shared), begun) for shared in (fsdp, False))
     pairs = list(zip(jax.tree.leaves(held.params), jax.tree.leaves(whole.params)))
     memory = Memory(
-        *(sum(jax.tree.leaves(tree)) for tree in (held.params, held.opt_state, held.cumulative, (held.key, held.step))),
-        initial=sum(_bytes(x) for x in jax.tree.leaves(initial)) // run_devices,
+        *(sum(jax.tree.leaves(tree)) for tree in (held.params, held.opt_state, held.cumulative, (held.key, held.step), initial)),
         gradients=sum(total * (2 if part < total else 1) for part, total in pairs),
         activations=runs * _activations(run, data_devices),
         data=sum(_bytes(x) for x in jax.tree.leaves(_data(run))),
@@ -158,7 +157,7 @@ def plan(config: ConfigDict, hardware: Hardware, run_devices: int = 1, data_devi
     )
 
 
-def _state(static: FrozenConfigDict, width: int) -> tuple[train.State, Any]:
+def _begun(static: FrozenConfigDict, width: int) -> tuple[train.State, Any]:
     """Shapes of the state of `width` runs, and of the initial matrices beside it."""
 
     def begin(seed: jax.Array, traced: Mapping[str, jax.Array]) -> tuple[train.State, Any]:

@@ -15,6 +15,8 @@ from gcjax.results import SOURCES
 from gcjax.training import optim, sweep
 from gcjax.training.problem import Problem, build
 
+Gradients = Callable[[Any, Any], tuple[jax.Array, Any]]  # params, batch -> loss and gradient
+
 
 class State(NamedTuple):
     """Everything a run carries from step to step."""
@@ -43,9 +45,11 @@ def _matrices(problem: Problem, params: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in params.items() if problem.roles[name] == "matrix"}
 
 
-def step(problem: Problem, tx: optax.GradientTransformation, data: Any, state: State) -> tuple[State, jax.Array]:
+def step(
+    problem: Problem, tx: optax.GradientTransformation, data: Any, state: State, of_batch: Gradients
+) -> tuple[State, jax.Array]:
     """One optimizer step; returns the next state and the loss before it."""
-    loss, grads = gradients(problem, state.params, problem.batch(data, state.key, state.step))
+    loss, grads = of_batch(state.params, problem.batch(data, state.key, state.step))
     updates, opt_state = tx.update(grads, state.opt_state, state.params)
     cumulative = jax.tree.map(jnp.add, state.cumulative, _matrices(problem, grads))
     params = optax.apply_updates(state.params, updates)
@@ -57,8 +61,7 @@ def gradients(problem: Problem, params: Any, batch: Any) -> tuple[jax.Array, Any
     of_loss = jax.value_and_grad(problem.loss)
     if problem.microbatches == 1:
         return of_loss(params, batch)
-    # Every n-th example, not blocks of them: a batch that is sharded stays so, part by part.
-    parts = jax.tree.map(lambda x: x.reshape(-1, problem.microbatches, *x.shape[1:]).swapaxes(0, 1), batch)
+    parts = jax.tree.map(lambda x: x.reshape(problem.microbatches, -1, *x.shape[1:]), batch)
 
     def add(total: Any, part: Any) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, of_loss(params, part)), None
@@ -69,13 +72,13 @@ def gradients(problem: Problem, params: Any, batch: Any) -> tuple[jax.Array, Any
 
 
 def chunk(
-    problem: Problem, tx: optax.GradientTransformation, data: Any, state: State, steps: jax.Array
+    problem: Problem, tx: optax.GradientTransformation, data: Any, state: State, steps: jax.Array, of_batch: Gradients
 ) -> tuple[State, dict[str, jax.Array]]:
     """`steps` optimizer steps (traced, so every length shares a program), with the mean and maximum of their losses."""
 
     def body(_: Any, carry: tuple[State, jax.Array, jax.Array]) -> tuple[State, jax.Array, jax.Array]:
         state, total, largest = carry
-        state, loss = step(problem, tx, data, state)
+        state, loss = step(problem, tx, data, state, of_batch)
         return state, total + loss, jnp.maximum(largest, loss)  # maximum keeps NaN
 
     zero, lowest = jnp.zeros((), jnp.float32), jnp.full((), -jnp.inf, jnp.float32)
@@ -150,12 +153,13 @@ def programs(static: FrozenConfigDict, width: int, where: Any, fsdp: bool = Fals
 
     def chunk_run(state: State, traced: Any, data: Any, steps: jax.Array) -> Any:
         problem, tx = parts(traced)
+        of_batch = partial(gradients, problem)
         if sharers > 1:
-            # In a shard_map over the runs, the mesh is that of the context.
-            split = PartitionSpec(DATA) if mesh is None or side_by_side > 1 else NamedSharding(mesh, PartitionSpec(DATA))
-            draw = problem.batch
-            problem = problem._replace(batch=lambda *a: jax.lax.with_sharding_constraint(draw(*a), split))
-        return chunk(problem, tx, data, state, steps)
+            # What is traced goes in as an argument: inside, a tracer of the outside belongs to another mesh.
+            like = jax.eval_shape(lambda: jax.tree.map(lambda x: x[None], state.params))
+            specs = jax.tree.map(lambda x: PartitionSpec(*_sharding(mesh, fsdp, x).spec[1:]), like)
+            of_batch = partial(_shared(lambda traced: parts(traced)[0], mesh, specs), traced)
+        return chunk(problem, tx, data, state, steps, of_batch)
 
     def snapshot_run(state: State, initial: Any, traced: Any, data: Any, whole: jax.Array) -> dict[str, Any]:
         problem, _ = parts(traced)
@@ -178,8 +182,8 @@ def programs(static: FrozenConfigDict, width: int, where: Any, fsdp: bool = Fals
         return Programs(begin, jax.jit(chunk_runs, donate_argnums=0), snapshot_runs, where, where, width)
 
     traced = {path: jnp.zeros(width) for path in sweep.traced(static)}
-    like, _ = jax.eval_shape(init_runs, jnp.zeros(width, jnp.uint32), traced)
-    held = jax.tree.map(partial(_sharding, mesh, fsdp), like)
+    like = jax.eval_shape(init_runs, jnp.zeros(width, jnp.uint32), traced)
+    held, initial_held = jax.tree.map(partial(_sharding, mesh, fsdp), like)
     runs = NamedSharding(mesh, PartitionSpec(RUN))
     first = mesh.devices.flat[0]
     alone = where.is_fully_addressable and first.platform == "cpu"
@@ -194,7 +198,7 @@ def programs(static: FrozenConfigDict, width: int, where: Any, fsdp: bool = Fals
         return snapshots(*(jax.device_put(own, first) if alone else own), whole)
 
     return Programs(
-        init=jax.jit(init_runs, out_shardings=(held, runs)),
+        init=jax.jit(init_runs, out_shardings=(held, initial_held)),
         chunk=jax.jit(chunk_runs, donate_argnums=0, out_shardings=(held, where)),
         snapshot=snapshot_runs,
         where=where,
@@ -209,6 +213,31 @@ def _sharding(mesh: Mesh | AbstractMesh, fsdp: bool, like: jax.ShapeDtypeStruct)
     axes = sorted(range(1 if like.ndim < 4 else 2, like.ndim), key=lambda axis: -like.shape[axis])
     fitting = [axis for axis in axes if like.shape[axis] % mesh.shape[DATA] == 0] if fsdp and like.ndim > 2 else []
     return NamedSharding(mesh, PartitionSpec(RUN, *(DATA if [axis] == fitting[:1] else None for axis in range(1, like.ndim))))
+
+
+def _shared(problem: Callable[[Any], Problem], mesh: Mesh | AbstractMesh, specs: Any) -> Callable[[Any, Any, Any], Any]:
+    """(traced, params, batch) -> what `gradients` returns, of one run by the devices of DATA: each of its part of the batch,
+    and their mean, summed once a step. Parameters that they share (`specs`) are gathered before, their gradients scattered.
+
+    Left to the partitioner, every microbatch would be summed, a tied embedding twice, and with shared parameters the whole
+    batch's activations would travel in their place.
+    """
+
+    def mean(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        if DATA not in spec:
+            return jax.lax.pmean(x, DATA)
+        return jax.lax.psum_scatter(x, DATA, scatter_dimension=spec.index(DATA), tiled=True) / mesh.shape[DATA]
+
+    def own(traced: Any, params: Any, batch: Any) -> tuple[jax.Array, Any]:
+        loss, grads = gradients(problem(traced), params, batch)
+        return jax.lax.pmean(loss, DATA), jax.tree.map(mean, grads, specs)
+
+    whole, part = PartitionSpec(), PartitionSpec(DATA)
+    # In a shard_map over the runs, the mesh is that of the context.
+    return jax.shard_map(
+        own, mesh=mesh if mesh.shape[RUN] == 1 else None, in_specs=(whole, whole, part), out_specs=(whole, specs),
+        axis_names={DATA}, check_vma=False,
+    )  # fmt: skip
 
 
 def _over_runs(run: Callable[..., Any], axes: tuple[int | None, ...], width: int) -> Callable[..., Any]:
