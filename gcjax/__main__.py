@@ -40,6 +40,7 @@ examples:
   gcjax train --config configs/llama_wikitext.py:34m --workdir runs/llama-34m --config.executor.data_devices=4
 
   gcjax train --config configs/mlp_ablation.py:paper --workdir runs/paper --shard 3/8    # of eight jobs; or --merge
+  gcjax train --config configs/mlp_ablation.py:paper --workdir runs/paper --formats=     # figures later: gcjax report
   srun gcjax train --config configs/mlp_ablation.py:paper --workdir runs/paper --distributed
   python -m gcjax.launch_local -n 2 train --config configs/mlp_ablation.py:quick --workdir runs/mlp
 
@@ -105,6 +106,7 @@ def parser() -> argparse.ArgumentParser:
     train = add("train", TRAIN, TRAIN_EXAMPLES)
     train.add_argument("--config", required=True, metavar="FILE.py[:PRESET]", help="the study")
     train.add_argument("--workdir", required=True, metavar="DIR", help="where checkpoints and results go")
+    _add_formats(train)
     _add_shares(train)
     measure = add("measure", MEASURE, MEASURE_EXAMPLES)
     measure.add_argument("model", nargs="+", metavar="MODEL", help="what to measure; several: checkpoints of one training run")
@@ -115,6 +117,7 @@ def parser() -> argparse.ArgumentParser:
                              help=f"{field.metadata['help']} (default: %(default)s)")  # fmt: skip
     measure.add_argument("--exact", action="store_true", help="decompose every matrix whole, however large")
     measure.add_argument("--circuits", action="store_true", help="also the products of attention heads: OV and QK")
+    _add_formats(measure)
     _add_shares(measure)
     convert = add("convert", CONVERT, CONVERT_EXAMPLES)
     convert.add_argument("model", metavar="MODEL", help="what to convert")
@@ -124,11 +127,16 @@ def parser() -> argparse.ArgumentParser:
     convert.add_argument("--overwrite", action="store_true", help="replace the converted model that DIR holds")
     report = add("report", REPORT, REPORT_EXAMPLES)
     report.add_argument("directory", metavar="DIR", help="a workdir, or a results.nc")
-    report.add_argument("--formats", default="svg,png", help="of the figures, with commas (default: %(default)s)")
+    _add_formats(report)
     fetch = add("fetch", FETCH, FETCH_EXAMPLES)
     fetch.add_argument("name", nargs="?", metavar="NAME", help="the asset")
     fetch.add_argument("--list", action="store_true", help="what there is, its licence, and whether it is here already")
     return top
+
+
+def _add_formats(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--formats", type=lambda text: tuple(filter(None, text.split(","))), default="svg,png",
+                      help="of the figures, with commas; --formats= draws none (default: %(default)s)")  # fmt: skip
 
 
 def _add_shares(verb: argparse.ArgumentParser) -> None:
@@ -164,8 +172,9 @@ def run(arguments: Sequence[str], stop: threading.Event | None = None) -> None:
     match options.verb:
         case "train":
             from gcjax import config
-            from gcjax.reporting.report import report
+            from gcjax.reporting.report import check_formats, report
 
+            check_formats(options.formats)
             study = config.load(options.config, overrides)
             from gcjax.training.study import train  # brings JAX; a misspelt config should not wait for it
 
@@ -174,7 +183,7 @@ def run(arguments: Sequence[str], stop: threading.Event | None = None) -> None:
                 study, options.workdir, shard=options.shard, merge=options.merge, overwrite=options.overwrite, stop=stop
             )
             if done is not None:
-                written = report(options.workdir)
+                written = report(options.workdir, formats=options.formats)
                 print(f"\n{len(written)} files in {options.workdir}: results.nc, claims.md, claims.csv, summary.csv, figures/")
         case "measure":
             measure(options, stop)
@@ -185,7 +194,7 @@ def run(arguments: Sequence[str], stop: threading.Event | None = None) -> None:
         case "report":
             from gcjax.reporting.report import report
 
-            written = report(options.directory, formats=tuple(filter(None, options.formats.split(","))))
+            written = report(options.directory, formats=options.formats)
             print("\n" + "\n".join(str(path) for path in written))
         case "fetch":
             fetch(options.name, options.list)
@@ -203,8 +212,9 @@ def join(options: argparse.Namespace) -> None:
 def measure(options: argparse.Namespace, stop: threading.Event | None) -> None:
     from gcjax.pretrained.measure import measure
     from gcjax.pretrained.series import expand, measure_series
-    from gcjax.reporting.report import report
+    from gcjax.reporting.report import check_formats, report
 
+    check_formats(options.formats)
     join(options)
     chosen = {field.name: getattr(options, field.name) for field in dataclasses.fields(Options)}
     given = Options(**chosen | ({"exact_below": 10**9} if options.exact else {}))
@@ -217,7 +227,7 @@ def measure(options: argparse.Namespace, stop: threading.Event | None) -> None:
     else:
         found = measure_series(models, options.workdir, given, **how)
     if found is not None:
-        written = report(options.workdir)
+        written = report(options.workdir, formats=options.formats)
         print(f"\n{len(written)} files in {options.workdir}")
 
 

@@ -45,5 +45,4 @@ def strict_promotion() -> Iterator[None]:
 def _freeze() -> Iterator[None]:
     """What JAX has cached for a module's tests is not looked through again: later, a collection would take seconds."""
     yield
-    gc.collect()
     gc.freeze()

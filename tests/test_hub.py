@@ -88,7 +88,7 @@ def hub(tmp_path):
 
 def _measure(model: str, workdir: Path, endpoint: str, home: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "*"}
-    command = [sys.executable, "-m", "gcjax", "measure", model, "--workdir", str(workdir), "--rank", "2"]
+    command = [sys.executable, "-m", "gcjax", "measure", model, "--workdir", str(workdir), "--rank", "2", "--formats="]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 

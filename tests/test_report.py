@@ -13,6 +13,7 @@ import pytest
 from synthetic import PROJECTIONS, SPEED, TRANSFORMER_CLAIMS, Point, ablated, at_chance, paper, study, transformer
 
 from gcjax import results
+from gcjax.__main__ import run
 from gcjax.errors import GcjaxError
 from gcjax.reporting.claims import evaluate
 from gcjax.reporting.report import report
@@ -244,6 +245,13 @@ def test_an_unknown_format_is_refused_before_anything_is_written(small):
     with pytest.raises(GcjaxError, match=r"figures cannot be written as bmpx; choose from .*svg"):
         report(small, formats=("png", "bmpx"))
     assert os.listdir(small) == ["results.nc"]
+
+
+@pytest.mark.parametrize("command", [("train", "--config", "study.py"), ("measure", "model")])
+def test_before_a_long_command_begins_its_formats_are_looked_at(command, tmp_path):
+    with pytest.raises(GcjaxError, match="cannot be written as bmpx"):
+        run([*command, "--workdir", str(tmp_path / "w"), "--formats", "png,bmpx"])
+    assert not (tmp_path / "w").exists()
 
 
 def test_a_file_that_cannot_be_written_is_named(small):

@@ -19,7 +19,7 @@ from gcjax.training import study
 SCRIPT = str(Path(__file__).parent.parent / "launch" / "slurm.sbatch")
 HERE = ("--gres=none", "--cpus-per-task=1", "--time=10")  # no GPUs
 STUDY = (*TOY_MLP, "seeds=4", "train.steps=120", "train.chunk=20", "measure.every=60", "executor.workers=1")
-TRAIN = ("train", "--config", MLP, *(f"--config.{override}" for override in STUDY))
+TRAIN = ("train", "--config", MLP, "--formats=", *(f"--config.{override}" for override in STUDY))
 SECONDS = 300  # for a job to end: on a busy machine it takes many times what it takes on a quiet one
 
 pytestmark = pytest.mark.skipif(slurm.refusal() is not None, reason=f"no Slurm to be had here ({slurm.refusal()})")
@@ -71,7 +71,7 @@ def test_two_processes_find_each_other_and_when_their_time_is_up_they_save_and_a
 
 def test_an_array_of_shares_is_one_measurement(cluster: slurm.Cluster, tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", width=32, hidden=48, layers=2)
-    options = ("--rank=4", "--draws=2", "--workdir", "w")
+    options = ("--rank=4", "--draws=2", "--workdir", "w", "--formats=")
     job = slurm.submit(cluster, tmp_path, *HERE, "--array=1-2", SCRIPT, "measure", "model", *options)
     assert len(slurm.finish(cluster, job, tmp_path, SECONDS)) == 2
     local = measure(str(tmp_path / "model"), tmp_path / "local", Options(rank=4, draws=2))

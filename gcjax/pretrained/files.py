@@ -10,6 +10,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,15 +130,16 @@ class Tensor:
 
         kind = gguf.GGMLQuantizationType[self.dtype]
         block, itemsize = gguf.GGML_QUANT_SIZES[kind]
+        return partial(self._dequantized, kind), _CHUNK // block * itemsize
 
-        def dequantize(part: np.ndarray) -> np.ndarray:
-            try:
-                return gguf.quants.dequantize(part[None], kind).ravel()
-            except NotImplementedError as error:
-                said = f"is quantized as {self.dtype}, which the gguf package cannot decode"
-                raise GcjaxError(f"{self.file}: {self.name} {said}; use a file quantized otherwise") from error
+    def _dequantized(self, kind: Any, part: np.ndarray) -> np.ndarray:
+        import gguf
 
-        return dequantize, _CHUNK // block * itemsize
+        try:
+            return gguf.quants.dequantize(part[None], kind).ravel()
+        except NotImplementedError as error:
+            said = f"is quantized as {self.dtype}, which the gguf package cannot decode"
+            raise GcjaxError(f"{self.file}: {self.name} {said}; use a file quantized otherwise") from error
 
 
 def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

@@ -73,14 +73,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return _object(path, path.read_bytes(), "it")
 
 
-def _object(path: Path, content: bytes, what: str) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(known := dict(pairs)) < len(pairs):
-            raise ValueError("a key is there twice")
-        return known
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(known := dict(pairs)) < len(pairs):
+        raise ValueError("a key is there twice")
+    return known
 
+
+def _object(path: Path, content: bytes, what: str) -> dict[str, Any]:
     try:
-        value = json.loads(content.decode(), object_pairs_hook=unique)
+        value = json.loads(content.decode(), object_pairs_hook=_unique)
         if not isinstance(value, dict):
             raise ValueError("no object")
     except (ValueError, RecursionError) as error:  # a JSONDecodeError or UnicodeDecodeError is a ValueError

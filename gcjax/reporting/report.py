@@ -31,10 +31,7 @@ def report(path: str | os.PathLike[str], *, formats: Sequence[str] = ("svg", "pn
     JAX, and works on a study with unfinished runs. Every file is written whole or not at all. Raises `GcjaxError` when
     the results are missing, damaged or foreign, a format is unknown, or a file cannot be written.
     """
-    known = Figure().canvas.get_supported_filetypes()
-    unknown = [name for name in formats if name not in known]
-    if unknown:
-        raise GcjaxError(f"figures cannot be written as {', '.join(unknown)}; choose from {', '.join(sorted(known))}")
+    check_formats(formats)
     ds, folder = results.load(path), Path(path) if Path(path).is_dir() else Path(path).parent
     products = circuits.beside(ds, folder)
     told = _study(ds) if ds.attrs["kind"] == "study" else _model(portraits.latest(ds), products)
@@ -53,11 +50,20 @@ def report(path: str | os.PathLike[str], *, formats: Sequence[str] = ("svg", "pn
         "claims.csv": _csv(tables.claims_csv(told.claims)),
         "summary.csv": _csv(told.summary),
     }
-    files |= {f"figures/{name}.{kind}": _render(figure, kind) for name, figure in drawn.items() for kind in formats}
+    for name, figure in drawn.items():
+        files |= {f"figures/{name}.{kind}": content for kind, content in _render(figure, formats).items()}
     written = [results.write_whole(folder / name, content) for name, content in files.items()]
     for stale in (folder / "figures" / f"{name}.{kind}" for name in skipped for kind in formats):
         stale.unlink(missing_ok=True)  # of an earlier report, on other results
     return written
+
+
+def check_formats(formats: Sequence[str]) -> None:
+    """Raises `GcjaxError` for a format in which figures cannot be written."""
+    known = Figure().canvas.get_supported_filetypes()
+    unknown = [name for name in formats if name not in known]
+    if unknown:
+        raise GcjaxError(f"figures cannot be written as {', '.join(unknown)}; choose from {', '.join(sorted(known))}")
 
 
 @dataclass(frozen=True)
@@ -143,8 +149,10 @@ def _csv(rows: Sequence[Sequence[Any]]) -> bytes:
 
 
 @panels.styled
-def _render(figure: Figure, kind: str) -> bytes:
-    """The figure as a file's content; without a date, so that the same results give the same SVG."""
-    content = io.BytesIO()
-    figure.savefig(content, format=kind, dpi=DPI, metadata={"Date": None} if kind == "svg" else None)
-    return content.getvalue()
+def _render(figure: Figure, kinds: Sequence[str]) -> dict[str, bytes]:
+    """The figure as a file's content, of each kind; without a date, so that the same results give the same SVG."""
+    contents = {kind: io.BytesIO() for kind in kinds}
+    for kind, content in contents.items():
+        figure.savefig(content, format=kind, dpi=DPI, metadata={"Date": None} if kind == "svg" else None)
+        figure.set_layout_engine("none")  # it is laid out now; another time takes as long as drawing it
+    return {kind: content.getvalue() for kind, content in contents.items()}

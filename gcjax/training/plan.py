@@ -123,8 +123,9 @@ def plan(config: ConfigDict, hardware: Hardware, run_devices: int = 1, data_devi
     mesh = AbstractMesh((run_devices, data_devices), (train.RUN, train.DATA))
     (held, initial), (whole, _) = (jax.tree.map(partial(_part, mesh, shared), begun) for shared in (fsdp, False))
     pairs = list(zip(jax.tree.leaves(held.params), jax.tree.leaves(whole.params)))
+    held_parts = (held.params, held.opt_state, held.cumulative, (held.key, held.step), initial)
     memory = Memory(
-        *(sum(jax.tree.leaves(tree)) for tree in (held.params, held.opt_state, held.cumulative, (held.key, held.step), initial)),
+        *(sum(jax.tree.leaves(tree)) for tree in held_parts),
         gradients=sum(total * (2 if part < total else 1) for part, total in pairs),
         activations=runs * _activations(run, data_devices),
         data=sum(_bytes(x) for x in jax.tree.leaves(_data(run))),

@@ -154,10 +154,11 @@ def programs(static: FrozenConfigDict, width: int, where: Any, fsdp: bool = Fals
     def chunk_run(state: State, traced: Any, data: Any, steps: jax.Array) -> Any:
         problem, tx = parts(traced)
         of_batch = partial(gradients, problem)
-        if sharers > 1:
+        if mesh is not None and sharers > 1:
             # What is traced goes in as an argument: inside, a tracer of the outside belongs to another mesh.
             like = jax.eval_shape(lambda: jax.tree.map(lambda x: x[None], state.params))
-            specs = jax.tree.map(lambda x: PartitionSpec(*_sharding(mesh, fsdp, x).spec[1:]), like)
+            held = jax.tree.map(partial(_sharding, mesh, fsdp), like)
+            specs = jax.tree.map(lambda sharding: PartitionSpec(*sharding.spec[1:]), held)
             of_batch = partial(_shared(lambda traced: parts(traced)[0], mesh, specs), traced)
         return chunk(problem, tx, data, state, steps, of_batch)
 
