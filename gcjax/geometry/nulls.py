@@ -6,7 +6,7 @@ NumPy and SciPy only, so a number that is shown can always carry its null withou
 from collections.abc import Sequence
 
 import numpy as np
-from scipy import special, stats
+from scipy import special
 
 
 def cosine_mean(d: int) -> float:
@@ -16,7 +16,7 @@ def cosine_mean(d: int) -> float:
 
 def cosine_quantile(q: Sequence[float], d: int) -> np.ndarray:
     """Quantiles of `|<x, y>|`: its square follows Beta(1/2, (d-1)/2)."""
-    return np.sqrt(stats.beta.ppf(np.asarray(q), 0.5, (d - 1) / 2))
+    return np.sqrt(special.betaincinv(0.5, (d - 1) / 2, np.asarray(q)))
 
 
 def cosine_mean_quantile(q: Sequence[float], d: int, pairs: int, draws: int = 20_000, seed: int = 0) -> np.ndarray:
@@ -81,7 +81,7 @@ def gram_alignment_quantile(q: Sequence[float], spectrum_LM: np.ndarray, squares
     if not np.isfinite(spectrum_LM).all() or (spectrum_LM[:, 0] <= 0).any():
         return np.full(len(q), np.nan)
     if isinstance(squares_NDD, int):
-        return stats.norm.ppf(np.asarray(q)) * gram_alignment_std(squares_NDD) / np.sqrt(len(spectrum_LM) - 1)
+        return special.ndtri(np.asarray(q)) * gram_alignment_std(squares_NDD) / np.sqrt(len(spectrum_LM) - 1)
     d, draws = squares_NDD.shape[-1], len(squares_NDD)
     eigen_DL = np.zeros((d, len(spectrum_LM)), np.float32)
     eigen_DL[: spectrum_LM.shape[-1]] = (spectrum_LM / spectrum_LM[:, :1]).T ** 2

@@ -30,7 +30,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import xarray as xr
 from jaxtyping import Float, Int
-from scipy.optimize import linear_sum_assignment
 
 from gcjax import results
 from gcjax.geometry import nulls
@@ -173,6 +172,8 @@ def _named(circuit: str, lefts_H: Sequence[Array], right_MI: Array) -> dict[str,
 
 def match(cosine_AHJ: Float[Array, "A H J"]) -> tuple[Int[Array, "M"], Int[Array, "M"]]:
     """Rows and columns matched one to one, M = min(H, J), for the largest sum of the spaces' mean."""
+    from scipy.optimize import linear_sum_assignment  # slow to import, and few measure circuits
+
     return linear_sum_assignment(cosine_AHJ.mean(axis=0), maximize=True)
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import xarray as xr
-from scipy import stats
+from scipy import special
 
 from gcjax import results
 from gcjax.geometry import nulls, sketch
@@ -168,4 +168,4 @@ def _null(drawn: Sequence[np.ndarray | None], d: int) -> tuple[float, np.ndarray
     cosine_PN = np.abs(np.einsum("pnd,pnd->pn", np.stack(vectors_LND[1:]), np.stack(vectors_LND[:-1])))
     mean_N = cosine_PN.mean(axis=0)
     # A few draws give the mean and the spread; the mean over many pairs is nearly normal.
-    return float(mean_N.mean()), mean_N.mean() + mean_N.std(ddof=1) * stats.norm.ppf(results.QUANTILES)
+    return float(mean_N.mean()), mean_N.mean() + mean_N.std(ddof=1) * special.ndtri(results.QUANTILES)

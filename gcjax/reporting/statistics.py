@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import xarray as xr
 from numpy.typing import ArrayLike, NDArray
-from scipy import stats
+from scipy import special
 
 BOOTSTRAP_FROM = 30
 RESAMPLES = 9_999
@@ -33,11 +33,13 @@ def mean_interval(values: ArrayLike, confidence: float) -> Interval:
     n, mean = x.size, float(x.mean()) if x.size else np.nan
     if n < 2:
         return Interval(mean, -np.inf, np.inf, n)
-    error = float(stats.sem(x))
+    error = float(x.std(ddof=1)) / np.sqrt(n)
     if n < BOOTSTRAP_FROM or error <= 1e-12 * abs(mean):  # the bootstrap is undefined for runs that agree exactly
-        half = stats.t.ppf((1 + confidence) / 2, n - 1) * error
+        half = special.stdtrit(n - 1, (1 + confidence) / 2) * error
         low, high = mean - half, mean + half
     else:
+        from scipy import stats  # slow to import, and few studies have so many seeds
+
         draws = stats.bootstrap(
             (x,),
             np.mean,
