@@ -107,7 +107,7 @@ def test_a_transformer_s_batch_and_parameters_are_shared_by_processes(llama: xr.
     _agree(shared, llama)
 
 
-@pytest.mark.skipif("GCJAX_SLOW" not in os.environ, reason="gloo gives up after 30 s, which a busy machine takes; GCJAX_SLOW=1")
+@pytest.mark.skipif("GCJAX_SLOW" not in os.environ, reason="it takes a quiet minute; GCJAX_SLOW=1")
 def test_processes_that_train_together_stop_and_resume_together(shared: xr.Dataset, prose: str, tmp_path: Path) -> None:
     """Signalled in the middle, then run to the end: as uninterrupted."""
     how, parts = (LLAMA, *TOY_LLAMA, prose, *SHARED, "checkpoint.seconds=0.0"), tmp_path / "parts"
