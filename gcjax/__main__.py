@@ -184,7 +184,8 @@ def run(arguments: Sequence[str], stop: threading.Event | None = None) -> None:
             )
             if done is not None:
                 written = report(options.workdir, formats=options.formats)
-                print(f"\n{len(written)} files in {options.workdir}: results.nc, claims.md, claims.csv, summary.csv, figures/")
+                names = "results.nc, claims.md, claims.csv, summary.csv" + (", figures/" if options.formats else "")
+                print(f"\n{len(written)} files in {options.workdir}: {names}")
         case "measure":
             measure(options, stop)
         case "convert":

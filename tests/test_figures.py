@@ -169,6 +169,7 @@ def test_figures_that_name_a_space_are_of_the_matrix_s_own():
 SILU, NONE = transformer("SiLU"), ablated()
 TRANSFORMERS = {
     "two": [SILU, NONE],
+    "three": [SILU, NONE, replace(transformer("V ReLU"), statuses=["diverged"])],
     "many": [SILU, NONE, transformer("no RoPE"), replace(transformer("NoRes"), statuses=DIVERGED)],
     "rates": [replace(one, swept={"optim.lr": rate}) for rate in (1e-3, 3e-3) for one in (SILU, NONE)],
 }

@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -16,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import xarray as xr
-from toys import LLAMA, TOY_LLAMA, write_prose
+from toys import LLAMA, TOY_LLAMA, run_on_four, write_prose
 
 from gcjax import config as configs
 from gcjax import results
@@ -390,15 +388,6 @@ def _train_shared(out: Path, *overrides: str) -> None:
     out.write_text(json.dumps(found))
 
 
-def _run_on_four(command: list[str], timeout: float = 300) -> None:
-    """Raises where it fails, and where it has not ended after `timeout` seconds: devices that wait for each other do not."""
-    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4"
-    # A device that waits for another holds a thread; more of them than cores, lest those that all wait for have none.
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "32"}
-    done = subprocess.run([sys.executable, *command], env=environment, timeout=timeout, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 def _overrides(config) -> list[str]:
     return [*TOY_LLAMA, f"data.files={config.data.files[0]}"]
 
@@ -406,7 +395,7 @@ def _overrides(config) -> list[str]:
 @pytest.fixture(scope="module")
 def shared(toy: Toy, tmp_path_factory: pytest.TempPathFactory):
     out = tmp_path_factory.mktemp("shared") / "found.json"
-    _run_on_four([__file__, "steps", str(out), *_overrides(toy())])
+    run_on_four([__file__, "steps", str(out), *_overrides(toy())])
     return json.loads(out.read_text())
 
 
@@ -439,7 +428,7 @@ def test_a_study_whose_runs_are_shared_by_four_devices_ends_as_alone(
     toy: Toy, trained: xr.Dataset, tmp_path: Path, shared_by: tuple[str, ...]
 ) -> None:
     overrides = [*_overrides(toy()), "seeds=2", *shared_by]
-    _run_on_four([__file__, "study", str(tmp_path / "w"), *overrides])
+    run_on_four([__file__, "study", str(tmp_path / "w"), *overrides])
     found = results.load(tmp_path / "w" / "results.nc")
     assert set(found.status.values.tolist()) == {"finished"}
     for name in ("test_loss", "loss"):

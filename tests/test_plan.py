@@ -4,9 +4,7 @@ import collections
 import dataclasses
 import json
 import math
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toys import CONFIGS, LLAMA, MLP
+from toys import CONFIGS, LLAMA, MLP, run_on_four
 
 from gcjax import config as configs
 from gcjax.errors import GcjaxError
@@ -111,10 +109,7 @@ def _observe(name: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("plan") / "observed.json"
-    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, __file__, str(out)], env=environment, timeout=600, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_on_four([__file__, str(out)], timeout=600)
     return json.loads(out.read_text())
 
 

@@ -134,17 +134,8 @@ def test_processes_that_divide_a_model_s_matrices_measure_it_as_one(tmp_path: Pa
     """By the command line; only the first process speaks."""
     write_checkpoint(tmp_path / "model")
     alone = measure(str(tmp_path / "model"), tmp_path / "alone", Options(rank=4, draws=2))
-    arguments = [
-        "measure",
-        str(tmp_path / "model"),
-        "--workdir",
-        str(tmp_path / "w"),
-        "--rank",
-        "4",
-        "--draws",
-        "2",
-        "--formats=",
-    ]
+    options = ("--workdir", str(tmp_path / "w"), "--rank", "4", "--draws", "2", "--formats=")
+    arguments = ["measure", str(tmp_path / "model"), *options]
     assert launch_local.launch(launch_local.commands(2, arguments)) == 0
     xr.testing.assert_equal(results.load(tmp_path / "w" / "results.nc"), alone)
     assert not list((tmp_path / "w").glob(".lock*"))

@@ -1,5 +1,10 @@
 """The study end to end at toy size: resume, kill, refusal, and one run against many."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import jax
@@ -51,8 +56,24 @@ def test_the_whole_spectrum_is_kept_at_evenly_chosen_snapshots_and_the_rest_is_t
     assert all_.full_step.values.tolist() == all_.step.values.tolist()
     for name in ("gram_alignment", "sigma2_alignment", "layer_cosine"):
         assert bool(few[name].sel(source="weight").notnull().all())
-        xr.testing.assert_equal(few[name], all_[name].sel(full_step=few.full_step))
-    xr.testing.assert_equal(few.drop_dims("full_step"), all_.drop_dims("full_step"))
+    xr.testing.assert_equal(few, all_.sel(full_step=few.full_step))
+
+
+def test_a_study_that_was_killed_resumes_to_the_same_bits(uninterrupted: tuple[Path, xr.Dataset], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "gcjax", "train", "--config", CONFIG, "--workdir", str(tmp_path / "killed"), "--formats="]
+    command += [f"--config.{override}" for override in TOY]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while not list((tmp_path / "killed").glob("packs/*/running/*[0-9]")):
+            assert process.poll() is None, "the study ended before it could be killed"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    assert not (tmp_path / "killed" / "results.nc").exists()
+    xr.testing.assert_equal(study.train(toy(), tmp_path / "killed"), uninterrupted[1])
 
 
 def test_a_workdir_of_another_config_is_refused_until_overwritten(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
-"""Both studies at toy size, the transformer's on a few paragraphs of prose; and a checkpoint of a toy Llama."""
+"""Studies at toy size, the transformer's on a few paragraphs of prose; a checkpoint of a toy Llama; four devices to run on."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -79,3 +82,12 @@ def write_checkpoint(folder: Path, width=48, hidden=80, layers=4, seed=0, gains=
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2}))
     return tensors
+
+
+def run_on_four(command: list[str], timeout: float = 300) -> None:
+    """Raises where it fails, and where it has not ended after `timeout` seconds: devices that wait for each other do not."""
+    flags = os.environ["XLA_FLAGS"] + " --xla_force_host_platform_device_count=4"
+    # A device that waits for another holds a thread; more of them than cores, lest those that all wait for have none.
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "32"}
+    done = subprocess.run([sys.executable, *command], env=environment, timeout=timeout, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -154,12 +154,9 @@ def programs(static: FrozenConfigDict, width: int, where: Any, fsdp: bool = Fals
     def chunk_run(state: State, traced: Any, data: Any, steps: jax.Array) -> Any:
         problem, tx = parts(traced)
         of_batch = partial(gradients, problem)
-        if mesh is not None and sharers > 1:
+        if sharers > 1:
             # What is traced goes in as an argument: inside, a tracer of the outside belongs to another mesh.
-            like = jax.eval_shape(lambda: jax.tree.map(lambda x: x[None], state.params))
-            held = jax.tree.map(partial(_sharding, mesh, fsdp), like)
-            specs = jax.tree.map(lambda sharding: PartitionSpec(*sharding.spec[1:]), held)
-            of_batch = partial(_shared(lambda traced: parts(traced)[0], mesh, specs), traced)
+            of_batch = partial(_shared(lambda traced: parts(traced)[0], where.mesh, held.params), traced)
         return chunk(problem, tx, data, state, steps, of_batch)
 
     def snapshot_run(state: State, initial: Any, traced: Any, data: Any, whole: jax.Array) -> dict[str, Any]:
@@ -184,7 +181,7 @@ def programs(static: FrozenConfigDict, width: int, where: Any, fsdp: bool = Fals
 
     traced = {path: jnp.zeros(width) for path in sweep.traced(static)}
     like = jax.eval_shape(init_runs, jnp.zeros(width, jnp.uint32), traced)
-    held, initial_held = jax.tree.map(partial(_sharding, mesh, fsdp), like)
+    held, held_initial = jax.tree.map(partial(_sharding, mesh, fsdp), like)
     runs = NamedSharding(mesh, PartitionSpec(RUN))
     first = mesh.devices.flat[0]
     alone = where.is_fully_addressable and first.platform == "cpu"
@@ -199,7 +196,7 @@ def programs(static: FrozenConfigDict, width: int, where: Any, fsdp: bool = Fals
         return snapshots(*(jax.device_put(own, first) if alone else own), whole)
 
     return Programs(
-        init=jax.jit(init_runs, out_shardings=(held, initial_held)),
+        init=jax.jit(init_runs, out_shardings=(held, held_initial)),
         chunk=jax.jit(chunk_runs, donate_argnums=0, out_shardings=(held, where)),
         snapshot=snapshot_runs,
         where=where,
@@ -216,13 +213,15 @@ def _sharding(mesh: Mesh | AbstractMesh, fsdp: bool, like: jax.ShapeDtypeStruct)
     return NamedSharding(mesh, PartitionSpec(RUN, *(DATA if [axis] == fitting[:1] else None for axis in range(1, like.ndim))))
 
 
-def _shared(problem: Callable[[Any], Problem], mesh: Mesh | AbstractMesh, specs: Any) -> Callable[[Any, Any, Any], Any]:
+def _shared(problem: Callable[[Any], Problem], mesh: Mesh, held: Any) -> Callable[[Any, Any, Any], Any]:
     """(traced, params, batch) -> what `gradients` returns, of one run by the devices of DATA: each of its part of the batch,
-    and their mean, summed once a step. Parameters that they share (`specs`) are gathered before, their gradients scattered.
+    and their mean, summed once a step. Parameters that they share (`held`: the shardings of all runs') are gathered before,
+    their gradients scattered.
 
     Left to the partitioner, every microbatch would be summed, a tied embedding twice, and with shared parameters the whole
     batch's activations would travel in their place.
     """
+    specs = jax.tree.map(lambda sharding: PartitionSpec(*sharding.spec[1:]), held)
 
     def mean(x: jax.Array, spec: PartitionSpec) -> jax.Array:
         if DATA not in spec:
