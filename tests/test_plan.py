@@ -235,7 +235,7 @@ def test_the_command_prints_a_column_for_each_number_of_devices(capsys) -> None:
 
 
 def test_too_little_memory_is_said(capsys) -> None:
-    plan.main(["--config", PAPER, "--devices", "1", "--hardware", "v5e", "--config.train.batch_size=128"])
+    plan.main(["--config", PAPER, "--devices", "1", "--hardware", "v5e", "--config.train.batch_size=256"])
     assert "1 devices: more than the 16 GB that each has" in capsys.readouterr().out
 
 

@@ -153,8 +153,11 @@ class Llama(nn.Module):
 
         # take fills with NaN where a token is outside the vocabulary; indexing would clamp.
         h_BTD = jnp.take(embedding_VD, tokens_BT, axis=0).astype(self.dtype)
-        # Inside a scan nothing merges the recomputation with the first computation, so no barrier against that.
-        step = jax.checkpoint(self.layer, prevent_cse=False) if self.remat else self.layer
+        # What a layer keeps for the backward pass is its products with weights: to keep the rest, above all the T x T weights of
+        # attention, takes twice the memory and no less time. Inside a scan nothing merges the recomputation with the first
+        # computation, so no barrier against that.
+        kept = None if self.remat else jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        step = jax.checkpoint(self.layer, prevent_cse=False, policy=kept)
         h_BTD, _ = jax.lax.scan(lambda h, layer: (step(h, layer), None), h_BTD, layers)
         if self.norm != "none":
             h_BTD = self.normalize(h_BTD, self.param("final_norm", ones, (D,)))
@@ -180,10 +183,8 @@ class Llama(nn.Module):
             y_BTHE = rms_norm(y_BTHE, w[f"{name}_norm"], self.norm_eps) if self.qk_norm else y_BTHE
             return rotate(y_BTHE, positions_T, frequencies_W) if self.rope else y_BTHE
 
-        # Softmax is in float32 whatever the dtype. The T x T weights of a layer are computed again in the backward pass: to
-        # keep those of all layers takes more memory than all else.
-        softmax = partial(jax.nn.dot_product_attention, is_causal=True)
-        mix = jax.checkpoint(linear_attention if self.attention == "linear" else softmax, prevent_cse=False)
+        # Softmax is in float32 whatever the dtype.
+        mix = linear_attention if self.attention == "linear" else partial(jax.nn.dot_product_attention, is_causal=True)
         y_BTHE = mix(project("q"), project("k"), project("v"))
         return dense(y_BTHE.reshape(*y_BTHE.shape[:2], -1), w["o"])
 
