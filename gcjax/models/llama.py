@@ -153,7 +153,7 @@ class Llama(nn.Module):
 
         # take fills with NaN where a token is outside the vocabulary; indexing would clamp.
         h_BTD = jnp.take(embedding_VD, tokens_BT, axis=0).astype(self.dtype)
-        # What a layer keeps for the backward pass is its products with weights: to keep the rest, above all the T x T weights of
+        # For the backward pass a layer keeps its products with weights: to keep the rest, above all the T x T weights of
         # attention, takes twice the memory and no less time. Inside a scan nothing merges the recomputation with the first
         # computation, so no barrier against that.
         kept = None if self.remat else jax.checkpoint_policies.dots_with_no_batch_dims_saveable
