@@ -42,7 +42,10 @@ def get_config(preset: str = "quick") -> ConfigDict:
                 "depth": 16,
                 "width": 256,
                 "residual": True,
-                "activation": "relu",  # none, relu, gelu, silu, tanh, radial
+                "activation": "relu",  # f: none, relu, gelu, silu, tanh, radial; configs/mlp_mechanism.py has more
+                "activation_scale": 1.0,  # a, of f(a x) / a + c
+                "activation_shift": 0.0,  # c
+                "negative_slope": 0.0,  # of leaky_relu
                 "normalization": "none",  # none, layernorm, layernorm_affine (before the matrix)
                 "form": "act_w",  # act(W h) or w_act: W act(h)
                 "residual_scale": 1.0,
@@ -75,6 +78,7 @@ def get_config(preset: str = "quick") -> ConfigDict:
                 "early": (0, 1, 10, 100, 300),  # snapshots beside the regular ones
                 "every": 800,
                 "full": 8,  # snapshots that keep the whole-spectrum measures and the layer x layer maps
+                "activity": 0,  # held-out images on which `gcjax.geometry.activity` is measured; 0: it is not
             },
             "executor": {
                 "vmap_width": 0,  # runs side by side in one program; 0: 1 on CPU, 32 on accelerators

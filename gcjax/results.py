@@ -24,6 +24,12 @@ A trained study's dataset (kind "study") has these variables (float32 unless not
 | cosine_mean_null_quantile | matrix space quantile | the same for the mean over all pairs of one run |
 | overlap_null | matrix space rank | k / d |
 | gram_null_quantile | run source matrix space quantile | gram alignment, mean over pairs: final spectra in Haar frames |
+| containment | run full_step matrix space layer layer_other rank | `||V'_k^T v_1||^2`: of the weights' leading vector, in the |
+| | | leading k-dimensional subspace of the other layer; `rank` = k |
+| layer_overlap | run full_step matrix space layer layer_other rank | overlap, as above, of the weights of any two layers |
+| activity | run step matrix layer quantity | measures of `gcjax.geometry.activity`, where the study takes them |
+
+The last three are missing in results of earlier versions.
 
 Coordinates on `run`: `point` (the sweep's name for it), `variant`, `seed`, `status` (finished, diverged, unfinished) and every
 swept hyperparameter under its dotted config path. A diverged run keeps NaN from the snapshot at which it diverged on; NaN
@@ -126,6 +132,12 @@ SCHEMA: Mapping[str, tuple[str, ...]] = {
     "overlap_null": ("matrix", "space", "rank"),
     "gram_null_quantile": ("run", "source", "matrix", "space", "quantile"),
 }
+_LAYER_MAPS = ("run", "full_step", "matrix", "space", "layer", "layer_other", "rank")
+OPTIONAL: Mapping[str, tuple[str, ...]] = {
+    "containment": _LAYER_MAPS,
+    "layer_overlap": _LAYER_MAPS,
+    "activity": ("run", "step", "matrix", "layer", "quantity"),
+}
 FORMS = ("raw", "effective")
 METHODS = ("gram64", "krylov", "krylov+gram64")  # of gcjax.geometry.decompose
 _FORM_PAIRS = ("form", "matrix", "space", "pair")
@@ -176,16 +188,17 @@ ATTRIBUTES = (*_ORIGIN, "study", "config", "sweep", "data", "throughput")
 
 
 class Kind(NamedTuple):
-    """What a dataset of a kind must hold."""
+    """What a dataset of a kind must hold, and may."""
 
     schema: Mapping[str, tuple[str, ...]]
     coords: tuple[str, ...]
     attributes: tuple[str, ...]
+    optional: Mapping[str, tuple[str, ...]] = {}
 
 
 _MODEL = (*_ORIGIN, "model", "family", "parameters", "fingerprint", "notes", "options")
 KINDS = {
-    "study": Kind(SCHEMA, RUN_COORDS, ATTRIBUTES),
+    "study": Kind(SCHEMA, RUN_COORDS, ATTRIBUTES, OPTIONAL),
     "measurement": Kind(MEASURED, (), _MODEL),
     "series": Kind({name: ("step", *dims) for name, dims in MEASURED.items()}, ("step", "checkpoint"), _MODEL),
     "circuits": Kind(CIRCUITS, (), _MODEL),
@@ -196,7 +209,7 @@ def dataset(
     variables: Mapping[str, np.ndarray], coords: Mapping[str, Any], attrs: Mapping[str, Any], kind: str = "study"
 ) -> xr.Dataset:
     """Name the axes of `variables` after the kind's schema; raises `GcjaxError` where a name or an axis does not fit."""
-    schema = KINDS[kind].schema
+    schema = {**KINDS[kind].schema, **KINDS[kind].optional}
     unknown = sorted(set(variables) - set(schema))
     if unknown:
         raise GcjaxError(f"results of kind {kind} have no variable {', '.join(unknown)}; gcjax/results.py lists them")
@@ -215,7 +228,8 @@ def check(result: xr.Dataset, origin: str) -> xr.Dataset:
         raise GcjaxError(f"{origin} is of no kind that gcjax knows: {result.attrs.get('kind')!r}")
     missing = [f"attribute {name}" for name in kind.attributes if name not in result.attrs]
     missing += [f"coordinate {name}" for name in kind.coords if name not in result.coords]
-    missing += [f"variable {name} over {dims}" for name, dims in kind.schema.items() if _dims(result, name) != dims]
+    wanted = {**kind.schema, **{name: dims for name, dims in kind.optional.items() if name in result}}
+    missing += [f"variable {name} over {dims}" for name, dims in wanted.items() if _dims(result, name) != dims]
     if missing:
         raise GcjaxError(f"{origin} is not a complete gcjax result; missing: {'; '.join(missing)}")
     return result

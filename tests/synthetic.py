@@ -44,6 +44,7 @@ CLAIMS: dict[str, Any] = {
     "gradient_first": {"variants": ("Res+None", "Res+Radial", *ELEMENTWISE), "gradient_min": 0.5, "margin": 0.05},
     "transfer": {"variants": ELEMENTWISE, "end_min": 0.5, "crossing": 0.5, "ratio_low": 0.5, "ratio_high": 2.0},
     "optimizer_free": {"upper": "Res+ReLU", "lower": ("Res+None", "Res+Radial"), "margin": 0.1, "min_settings": 2},
+    "symmetry_breaking": {"lower": "Res+None", "variants": ELEMENTWISE, "margin": 0.2},
 }
 TRANSFORMER_CLAIMS: dict[str, Any] = {
     "min_seeds": 3,

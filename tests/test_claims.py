@@ -92,6 +92,14 @@ CASES = {
         [([*_at([RELU, NONE], **ADAM), *_at([RELU, replace(NONE, end=0.93)], **SGD)], "sgd: Res+ReLU - Res+None")],
         ([*_at([RELU, NONE], **ADAM), *_at([RELU], **SGD)], "settings that differ in optimizer or init gain: 1"),
     ),
+    "symmetry-breaking": (
+        [NONE, RELU, GELU],
+        [
+            ([NONE, RELU, replace(GELU, end=0.6)], "Res+GELU - Res+None"),
+            ([replace(NONE, end=0.9), RELU], "Res+ReLU - Res+None"),
+        ],
+        ([RELU], "no run of Res+None"),
+    ),
 }
 
 

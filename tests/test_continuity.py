@@ -1,5 +1,6 @@
 """The measures against an independent float64 implementation, their invariances, and what becomes of bad layers."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import scipy.linalg
 from hypothesis import given
 from hypothesis import strategies as st
 from matrices import frame, matrix, stack
@@ -218,6 +220,29 @@ def test_measures_stay_in_their_range_and_overlap_holds_the_cosine(seed, shape):
         assert (np.abs(getattr(found, name)) <= 1 + 1e-5).all(), name
         assert name == "gram_alignment_AP" or (getattr(found, name) >= 0).all(), name
     np.testing.assert_allclose(found.overlap_APK[..., 0], found.cosine_APK[..., 0] ** 2, atol=1e-5)
+
+
+def test_subspaces_of_any_two_layers_are_those_that_scipy_finds():
+    w_LOI = _distinct(4, (9, 7))
+    found = _measure(w_LOI, rank=5)
+    for space, frames in ((INPUT, [np.linalg.svd(w)[2].T for w in w_LOI]), (OUTPUT, [np.linalg.svd(w)[0] for w in w_LOI])):
+        for a, m, k in itertools.product(range(4), range(4), range(1, 6)):
+            angles = scipy.linalg.subspace_angles(frames[a][:, :k], frames[m][:, :k])
+            np.testing.assert_allclose(found.layer_overlap_ALLK[space, a, m, k - 1], np.mean(np.cos(angles) ** 2), atol=1e-5)
+            inside = np.linalg.norm(frames[m][:, :k].T @ frames[a][:, 0]) ** 2
+            np.testing.assert_allclose(found.containment_ALLK[space, a, m, k - 1], inside, atol=1e-5)
+    np.testing.assert_allclose(found.containment_ALLK[..., 0], found.layer_cosine_ALL**2, atol=1e-5)
+
+
+def test_what_is_mixed_inside_a_subspace_has_not_left_it():
+    rng, spectrum = np.random.default_rng(0), np.array([4.0, 3, 2, 1, 0.5])
+    u_LOO, v_II = [frame(rng, 6) for _ in range(2)], frame(rng, 5)
+    turned_II = v_II.copy()
+    turned_II[:, :3] = v_II[:, :3] @ frame(rng, 3)
+    w_LOI = [u[:, :5] * spectrum @ v.T for u, v in zip(u_LOO, (v_II, turned_II))]
+    inside = _measure(np.asarray(w_LOI, np.float32), rank=4).containment_ALLK[INPUT, 0, 1]
+    assert inside[0] < 0.95
+    np.testing.assert_allclose(inside[2:], 1, atol=1e-5)
 
 
 def test_all_of_a_space_overlaps_with_itself():

@@ -18,6 +18,7 @@ from gcjax.models import mlp
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 STUDY = str(Path(__file__).parents[1] / "configs" / "mlp_ablation.py")
+MECHANISM = str(Path(__file__).parents[1] / "configs" / "mlp_mechanism.py")
 PIXELS, CLASSES, DEPTH, WIDTH = 12, 3, 3, 8
 
 
@@ -32,6 +33,16 @@ ACTIVATIONS = {
     "silu": lambda x: x / (1 + np.exp(-x)),
     "tanh": np.tanh,
     "radial": lambda x: x * np.tanh(np.linalg.norm(x, axis=-1, keepdims=True)),
+}
+# Of a whole batch [B, D], with a = 2, c = 0.3 and a negative slope of -0.4.
+OWN = {
+    "abs": np.abs,
+    "softsign": lambda x: x / (1 + np.abs(x)),
+    "soft_threshold": lambda x: np.sign(x) * np.maximum(np.abs(x) - 1, 0),
+    "radial_constant": lambda x: np.c_[ACTIVATIONS["radial"](x[:, :-1]), np.ones(len(x))],
+    "relu_less_mean": lambda x: ACTIVATIONS["relu"](x) - ACTIVATIONS["relu"](x).mean(1, keepdims=True),
+    "leaky_relu": lambda x: np.where(x > 0, x, -0.4 * x),
+    "relu_less_batch_mean": lambda x: ACTIVATIONS["relu"](x) - ACTIVATIONS["relu"](x).mean(0),
 }
 
 
@@ -93,7 +104,40 @@ def test_every_variant_computes_what_it_says(a, n, f):
     np.testing.assert_allclose(_logits(model, params, images), expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
-def test_activations_are_those_of_the_study():
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, *OWN])
+def test_activations_of_the_mechanism_study_scaled_and_shifted(activation):
+    model = _model(activation=activation, activation_scale=2.0, activation_shift=0.3, negative_slope=-0.4)
+    params, images = _params(model), _images()
+    h_BD = images / 255 @ np.asarray(params["input"], np.float64)
+    hidden = model.hidden(params, jnp.asarray(images))
+    for layer, w_OI in enumerate(np.asarray(model.stacks(params)["hidden"], np.float64)):
+        before_BD = h_BD @ w_OI.T
+        after_BD = (ACTIVATIONS | OWN)[activation](2 * before_BD) / 2 + 0.3
+        for found, expected in zip(hidden, (h_BD, before_BD, after_BD)):
+            np.testing.assert_allclose(found[layer], expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+        np.testing.assert_allclose(model.activate(hidden.before_LBD[layer]), hidden.after_LBD[layer], rtol=1e-5, atol=1e-6)
+        h_BD = h_BD + after_BD
+    logits_BC = h_BD @ np.asarray(params["readout"])
+    np.testing.assert_allclose(_logits(model, params, images), logits_BC, rtol=1e-4, atol=1e-4 * np.abs(logits_BC).max())
+
+
+def test_what_the_matrix_is_given_is_the_activation_where_that_comes_first():
+    hidden = (model := _model(activation="tanh", form="w_act")).hidden(_params(model), jnp.asarray(_images()))
+    np.testing.assert_array_equal(hidden.input_LBD, hidden.after_LBD)
+    np.testing.assert_allclose(hidden.after_LBD, np.tanh(hidden.before_LBD), rtol=1e-5, atol=1e-6)
+
+
+def test_no_gradient_flows_through_the_mean_over_the_batch():
+    model = _model(activation="relu_less_batch_mean")
+    gradient = jax.grad(lambda x: model.activate(x).sum())(jnp.ones((4, WIDTH)))
+    np.testing.assert_array_equal(gradient, 1)
+
+
+def test_activations_are_those_of_the_studies():
+    own = {*mlp.OWN_ACTIVATIONS, *mlp.TAKE_MORE}
+    assert own == set(ACTIVATIONS) | set(OWN)
+    presets = [configs.load(f"{MECHANISM}:{preset}") for preset in ("factorial", "dose")]
+    assert {point["model"]["activation"] for preset in presets for point in preset.points} == own
     assert list(mlp.ACTIVATIONS) == list(ACTIVATIONS)
     assert set(runs_activations()) == set(ACTIVATIONS)
 

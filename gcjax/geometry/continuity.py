@@ -25,6 +25,8 @@ class Continuity(NamedTuple):
     gram_alignment_AP: Float[Array, "A P"]
     sigma2_alignment_AP: Float[Array, "A P"]
     layer_cosine_ALL: Float[Array, "A L L"]
+    containment_ALLK: Float[Array, "A L L K"]  # of the first layer's leading vector, in the second's leading subspaces
+    layer_overlap_ALLK: Float[Array, "A L L K"]
     sigma_LK: Float[Array, "L K"]
     spectrum_LM: Float[Array, "L M"]  # M = min(O, I)
     gap_L: Float[Array, "L"]
@@ -44,6 +46,19 @@ def overlaps(x_LDK: Float[Array, "L D K"]) -> Float[Array, "P K"]:
     square_PKJ = jnp.einsum("pdk,pdj->pkj", x_LDK[:-1], x_LDK[1:]) ** 2
     total_PK = jnp.diagonal(jnp.cumsum(jnp.cumsum(square_PKJ, axis=-2), axis=-1), axis1=-2, axis2=-1)
     return total_PK / jnp.arange(1, x_LDK.shape[-1] + 1, dtype=x_LDK.dtype)
+
+
+def subspaces(x_LDK: Float[Array, "L D K"]) -> tuple[Float[Array, "L L K"], Float[Array, "L L K"]]:
+    """Of any two layers l, m and every k: `||X_m[:k]^T x_l||^2` of l's leading vector, and `||X_l[:k]^T X_m[:k]||_F^2 / k`.
+
+    The first says how much of the leading vector is in the other's leading k-dimensional subspace: what of it is not along the
+    other's leading vector has been mixed inside the subspace, the rest has left it. The second is the mean squared cosine of
+    the principal angles of both subspaces. Chance level of both: k / D.
+    """
+    square_LMKJ = jnp.einsum("ldk,mdj->lmkj", x_LDK, x_LDK) ** 2
+    total_LMKJ = jnp.cumsum(jnp.cumsum(square_LMKJ, axis=-2), axis=-1)
+    ranks_K = jnp.arange(1, x_LDK.shape[-1] + 1, dtype=x_LDK.dtype)
+    return jnp.cumsum(square_LMKJ[:, :, 0], axis=-1), jnp.diagonal(total_LMKJ, axis1=-2, axis2=-1) / ranks_K
 
 
 def gram_alignment(w_LOI: Float[Array, "L O I"]) -> Float[Array, "P"]:
@@ -107,12 +122,16 @@ def measure(w_LOI: Float[Array, "L O I"], rank: int, solver: str, whole: bool | 
             lambda: (jnp.full(pairs, jnp.nan, w_LOI.dtype),) * 2,
         )
         leading = [jnp.where(lost_L[:, None], jnp.nan, x[..., 0]) for x in spaces]
+        contained, overlapping = zip(*(subspaces(x[..., :rank]) for x in spaces))
+        lost_LLK = jnp.where(void_LK[:, None, :rank] | void_LK[None, :, :rank], jnp.nan, 0.0)
         return Continuity(
             cosine_APK=jnp.stack([cosines(x[..., :rank]) + lost_PK[:, :rank] for x in spaces]),
             overlap_APK=jnp.stack([overlaps(x[..., :rank]) + lost_PK[:, :rank] for x in spaces]),
             gram_alignment_AP=gram_AP,
             sigma2_alignment_AP=sigma2_AP,
             layer_cosine_ALL=jnp.stack([jnp.abs(x @ x.T) for x in leading]),
+            containment_ALLK=jnp.stack(contained) + lost_LLK,
+            layer_overlap_ALLK=jnp.stack(overlapping) + lost_LLK,
             sigma_LK=t.s_LK[:, :rank],
             spectrum_LM=t.s_LK,
             gap_L=gap_L,

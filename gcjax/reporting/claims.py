@@ -136,6 +136,17 @@ def optimizer_free(setting: Setting, rule: Rule) -> list[Check]:
     return [setting.lead(rule["upper"], variant, "weight_end", at_least=rule["margin"]) for variant in lower]
 
 
+def symmetry_breaking(setting: Setting, rule: Rule) -> list[Check]:
+    """Every activation that breaks the rotation symmetry ends ahead of the linear network; again without loss spikes."""
+    checks = [setting.lead(name, rule["lower"], "weight_end", at_least=rule["margin"]) for name in rule["variants"]]
+    calm, spiked = setting.without_spikes(), set(setting.numbers.variant.values[setting.numbers.spiked.values])
+    for name, check in zip(rule["variants"], list(checks)):
+        if spiked & {name, rule["lower"]}:
+            again = calm.lead(name, rule["lower"], "weight_end", at_least=rule["margin"], decides=False)
+            checks.append(replace(again, name=f"{check.name}, unspiked"))
+    return checks
+
+
 CLAIMS = (
     Definition(
         "no-residual",
@@ -177,6 +188,11 @@ CLAIMS = (
         "The order of the variants is the same for every optimizer and initial scale.",
         optimizer_free,
         across=True,
+    ),
+    Definition(
+        "symmetry-breaking",
+        "Breaking the rotational symmetry is what keeps continuity: every activation that does so keeps it.",
+        symmetry_breaking,
     ),
     Definition(
         "projections",

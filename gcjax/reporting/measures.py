@@ -16,6 +16,9 @@ from gcjax.reporting import spaces
 ARCHITECTURE = (  # what makes up a variant
     "model.residual",
     "model.activation",
+    "model.activation_scale",
+    "model.activation_shift",
+    "model.negative_slope",
     "model.normalization",
     "model.norm",
     "model.attention",

@@ -35,6 +35,12 @@ def assemble(
     }
     for name in ("gram_alignment", "sigma2_alignment", "layer_cosine"):
         variables[name] = _matrices(joined, names, name, axis=3)[:, full]
+    for name in ("containment", "layer_overlap"):
+        variables[name] = _matrices(joined, names, name, axis=2)[:, full]
+    quantities = [name.rpartition("/")[2] for name in joined if name.startswith(f"{names[0]}/activity/")]
+    if quantities:
+        each = [_matrices(joined, names, f"activity/{quantity}", axis=2) for quantity in quantities]
+        variables["activity"] = np.stack(each, axis=-1)
     variables["transfer"] = _matrices(joined, names, "transfer", axis=2)
     variables["spectrum"] = np.stack(_padded([joined[f"{name}/spectrum"] for name in names]), axis=2)
     variables["drift"] = np.stack([_drift(joined, name) for name in names], axis=2)
@@ -62,6 +68,7 @@ def assemble(
         "rank": np.arange(1, variables["cosine"].shape[-1] + 1),
         "quantile": list(results.QUANTILES),
     }
+    coords |= {"quantity": quantities} if quantities else {}
     coords |= {path: ("run", [configs.get(run.config, path) for run in listed]) for path in paths}
     attrs = {
         "study": config.study,

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from gcjax.data import images
+from gcjax.geometry import activity
 from gcjax.models import mlp
 from gcjax.training.problem import Problem
 
@@ -38,6 +39,13 @@ def build(config: Any) -> Problem:
         right_B = logits_BC.argmax(axis=-1) == data["test_y"]
         return {"test_loss": loss, "test_accuracy": jnp.where(jnp.isfinite(loss), right_B.mean(), jnp.nan)}
 
+    def measure_activity(params: Any, data: Any, gradients: Any, leading: Any) -> dict[str, Any]:
+        if not config.measure.activity:
+            return {}
+        hidden = model.hidden(params, data["test_x"][: config.measure.activity])
+        found = activity.measure(*hidden, model.activate, gradients["hidden"], *leading["hidden"], jax.random.key(0))
+        return {"hidden": {label.removesuffix("_L"): value for label, value in found._asdict().items()}}
+
     return Problem(
         init=model.init,
         batch=batch,
@@ -45,5 +53,6 @@ def build(config: Any) -> Problem:
         evaluate=evaluate,
         stacks=model.stacks,
         roles=model.roles,
+        activity=measure_activity,
         microbatches=1,
     )

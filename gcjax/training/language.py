@@ -82,6 +82,7 @@ def build(config: Any) -> Problem:
         evaluate=evaluate,
         stacks=model.stacks,
         roles=model.roles,
+        activity=lambda *_: {},
         microbatches=config.train.microbatches,
     )
 

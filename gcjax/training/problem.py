@@ -20,6 +20,8 @@ class Problem(NamedTuple):
     evaluate: Callable[[Any, Any], Mapping[str, Any]]  # params, data -> metrics on held-out data
     stacks: Callable[[Any], Mapping[str, Any]]  # params-like -> matrix name -> W[L, out, in]
     roles: Mapping[str, str]  # parameter name -> "matrix", "embedding", "vector"
+    # params, data, stacks of gradients, leading (v, u) of each -> `geometry.activity`'s measures by matrix; {}: not measured
+    activity: Callable[[Any, Any, Any, Any], Mapping[str, Mapping[str, Any]]]
     microbatches: int  # equal parts of a batch whose gradients are computed one after the other
 
 

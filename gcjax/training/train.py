@@ -101,7 +101,7 @@ def snapshot(
         "gradient": problem.stacks(grads),
         "cumulative_gradient": problem.stacks(state.cumulative),
     }
-    measured = {"batch_loss": loss, **problem.evaluate(state.params, data)}
+    measured, leading = {"batch_loss": loss, **problem.evaluate(state.params, data)}, {}
     for name in weights:
         w_SLOI = jnp.stack([sources[source][name] for source in SOURCES])
         found = jax.vmap(partial(measure, rank=rank, solver=solver, whole=whole))(w_SLOI)._asdict()
@@ -109,9 +109,12 @@ def snapshot(
         v_SLI, u_SLO = found.pop("leading_v"), found.pop("leading_u")
         cumulative = SOURCES.index("cumulative_gradient")
         found["transfer"] = jnp.stack([jnp.abs(jnp.sum(x[0] * x[cumulative], axis=-1)) for x in (v_SLI, u_SLO)])
-        found["leading_input"], found["leading_output"] = v_SLI[0], u_SLO[0]
+        found["leading_input"], found["leading_output"] = leading[name] = v_SLI[0], u_SLO[0]
+        found |= {label: found[label][SOURCES.index("weight")] for label in ("containment", "layer_overlap")}
         found["norm"] = jnp.linalg.norm(w_SLOI, axis=(-2, -1))
         measured |= {f"{name}/{label}": value for label, value in found.items()}
+    for name, found in problem.activity(state.params, data, problem.stacks(grads), leading).items():
+        measured |= {f"{name}/activity/{label}": value for label, value in found.items()}
     return measured
 
 
