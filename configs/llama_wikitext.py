@@ -100,7 +100,7 @@ def get_config(preset: str = "mini") -> ConfigDict:
                 "data_devices": 1,  # devices that share a run's batch
                 "fsdp": False,  # they share its parameters too
             },
-            "checkpoint": {"seconds": 60.0, "keep_params": False},
+            "checkpoint": {"seconds": 60.0, "keep_params": False, "keep_snapshots": False},
             "claims": claims(),
         }
     )

