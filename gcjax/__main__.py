@@ -78,10 +78,11 @@ in Python:
   from gcjax.pretrained import stored
   section, params = stored.load("models/smollm2")
   logits = llama.build(section).apply(params, tokens)"""
-REPORT = """Render the results of a study or a measured model again, without JAX: tables on the terminal, claims.md, claims.csv,
-summary.csv, figures/."""
+REPORT = """Render results again, without JAX: tables on the terminal, claims.md, claims.csv, summary.csv, figures/ beside each,
+and report.html, all of it on one page that needs nothing beside it and no network."""
 REPORT_EXAMPLES = """examples:
   gcjax report runs/mlp
+  gcjax report runs/mlp runs/llama-mini runs/smollm2 --out all.html
   gcjax report runs/smollm2
   gcjax report runs/mlp --formats pdf,png"""
 SYMMETRY = """Measure, of an MLP study that kept its snapshots, the loss along moves of the weights that may leave the function
@@ -134,7 +135,8 @@ def parser() -> argparse.ArgumentParser:
                          help="of the parameters (default: %(default)s)")  # fmt: skip
     convert.add_argument("--overwrite", action="store_true", help="replace the converted model that DIR holds")
     report = add("report", REPORT, REPORT_EXAMPLES)
-    report.add_argument("directory", metavar="DIR", help="a workdir, or a results.nc")
+    report.add_argument("directory", nargs="+", metavar="DIR", help="workdirs, of any kinds, or results.nc files")
+    report.add_argument("--out", metavar="FILE", help="the page (default: DIR/report.html; of several, ./report.html)")
     _add_formats(report)
     symmetry = add("symmetry", SYMMETRY, SYMMETRY_EXAMPLES)
     symmetry.add_argument("directory", metavar="DIR", help="the study's workdir")
@@ -146,8 +148,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_formats(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--formats", type=lambda text: tuple(filter(None, text.split(","))), default="svg,png",
-                      help="of the figures, with commas; --formats= draws none (default: %(default)s)")  # fmt: skip
+    verb.add_argument("--formats", type=lambda text: tuple(filter(None, text.split(","))), default="svg,png,html",
+                      help="of the figures, with commas; html: a page with all, report.html; --formats= draws none "
+                      "(default: %(default)s)")  # fmt: skip
 
 
 def _add_shares(verb: argparse.ArgumentParser) -> None:
@@ -206,7 +209,7 @@ def run(arguments: Sequence[str], stop: threading.Event | None = None) -> None:
         case "report":
             from gcjax.reporting.report import report
 
-            written = report(options.directory, formats=options.formats)
+            written = report(*map(_results, options.directory), formats=options.formats, out=options.out)
             print("\n" + "\n".join(str(path) for path in written))
         case "symmetry":
             from gcjax.reporting.report import check_formats, report
@@ -219,6 +222,17 @@ def run(arguments: Sequence[str], stop: threading.Event | None = None) -> None:
             print(f"\n{len(written)} files in {options.directory}")
         case "fetch":
             fetch(options.name, options.list)
+
+
+def _results(directory: str) -> str | Path:
+    """What there is to report on: of a study that was interrupted, what it has so far."""
+    folder = Path(directory)
+    if (folder / "results.nc").exists() or not (folder / "record.json").exists() or not (folder / "packs").is_dir():
+        return directory
+    from gcjax.training.study import so_far
+
+    print(f"{folder} is not complete; this is what it has so far. The command that began it goes on.\n")
+    return so_far(folder)
 
 
 def join(options: argparse.Namespace) -> None:

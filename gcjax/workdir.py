@@ -12,7 +12,15 @@ from gcjax import processes, results
 from gcjax.errors import GcjaxError
 from gcjax.lock import locked
 
-RENDERED = ("results.nc", "claims.md", "claims.csv", "summary.csv", "figures", "record.json")  # beside a verb's own files
+RENDERED = (
+    "results.nc",
+    "claims.md",
+    "claims.csv",
+    "summary.csv",
+    "figures",
+    "report.html",
+    "record.json",
+)  # beside a verb's own files
 
 
 def check_shares(shard: tuple[int, int] | None, merge: bool, overwrite: bool) -> None:

@@ -37,7 +37,7 @@ STUDIES = {
         for variant, end in (("Res+None", 0.5), ("Res+LN+ReLU", 0.95))
     ],
 }
-DOSES = {"init_scale", "optimizers"}
+DOSES = {"init_scale", "optimizers", "onset", "phase_maps", "dose_response", "predictors", "what_is_lost"}
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_figures_draw_without_warnings_and_are_not_empty(drawn, name):
 
 @pytest.mark.parametrize(
     ("name", "present"),
-    [("quick", set()), ("paper", {"init_scale"}), ("gains", {"init_scale"}), ("optimizers", {"optimizers"})],
+    [("quick", set()), ("paper", {"init_scale"}), ("gains", {"init_scale", "onset"}), ("optimizers", {"optimizers"})],
 )
 def test_every_figure_is_drawn_or_skipped_for_a_reason(drawn, name, present):
     done, skipped = drawn[name]

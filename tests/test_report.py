@@ -63,6 +63,7 @@ def test_all_files_are_written(saved, reported):
         "claims.md",
         "claims.csv",
         "summary.csv",
+        "report.html",
     } | names
     assert all(path.stat().st_size > 500 for path in reported)
     assert {path for path in saved.parent.rglob("*") if path.is_file()} == {*reported, saved}

@@ -112,7 +112,7 @@ def inside(runs: xr.Dataset, space: str, when: str) -> xr.DataArray:
     mean = xr.DataArray(pairs.mean(-1), dims=("run", "full_step", "rank"), coords={"rank": runs["rank"]})
     if when == "end":
         return mean.isel(full_step=-1)
-    return mean.isel(full_step=mean.sel(rank=1).fillna(-1).argmax("full_step"))
+    return mean.isel(full_step=mean.sel(rank=1, drop=True).fillna(-1).argmax("full_step"))
 
 
 @panels.styled

@@ -100,6 +100,16 @@ def history(pack: Path) -> History:
         raise GcjaxError(f"{path} is damaged; delete it and run the same command again to train its runs anew") from error
 
 
+def newest_history(pack: Path) -> History | None:
+    """The history of a pack as far as it is on disk, ended or not; None where there is nothing that can be read."""
+    for path in (pack / "final", *(pack / "running" / str(step) for step in reversed(_steps(pack)))):
+        try:
+            return trees.read(path)["history"]
+        except Exception as error:
+            log.info("%s is left out (%s)", path, error)
+    return None
+
+
 def _steps(pack: Path) -> list[int]:
     # orbax writes beside the final name and renames: other names are what a kill left behind
     return sorted(int(path.name) for path in (pack / "running").glob("*") if path.name.isdigit())

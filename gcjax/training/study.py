@@ -3,9 +3,11 @@
 WORKDIR/record.json   the config and the data this workdir belongs to
 WORKDIR/packs/        checkpoints of packs in training, histories of those that have ended
 WORKDIR/results.nc    the dataset, once every run has ended
+WORKDIR/partial.nc    the dataset of what an interrupted study has, for a report on it
 """
 
 import contextlib
+import json
 import os
 import threading
 import time
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import xarray as xr
 from ml_collections import ConfigDict
 from rich.console import Console
@@ -75,7 +78,9 @@ def train(
     path, packs = workdir / "results.nc", sweep.packs(listed, width)
     with exclusive(workdir, shard, overwrite, say):
         if processes.leads():
-            open_workdir(workdir, _record(config, provenance, width), overwrite, ("packs",), FREE)
+            open_workdir(
+                workdir, _record(config, provenance, width), overwrite, ("packs", "partial.nc", "symmetry", "symmetry.nc"), FREE
+            )
         processes.wait()
         if processes.of_first(path.exists()):
             say(f"{path} is complete; nothing to train (--overwrite begins anew)")
@@ -100,7 +105,37 @@ def train(
         histories = [checkpoint.history(workdir / "packs" / pack.name) for pack in packs]
         result = assemble(config, packs, histories, provenance, time.monotonic() - begun)
         results.save(result, path)
+        (workdir / "partial.nc").unlink(missing_ok=True)
         return result
+
+
+def so_far(workdir: Path) -> Path:
+    """Write what an interrupted study has, up to each pack's newest checkpoint, to `partial.nc`: runs short of their end are
+    *unfinished*. Raises `GcjaxError` where nothing has been measured.
+    """
+    record = json.loads((workdir / "record.json").read_text())
+    config, width = ConfigDict(record["config"]), record["vmap_width"]
+    packs = sweep.packs(sweep.runs(config), width)
+    found = [checkpoint.newest_history(workdir / "packs" / pack.name) for pack in packs]
+    known = next((history for history in found if history is not None), None)
+    if known is None:
+        raise GcjaxError(f"no run in {workdir} has a checkpoint yet; the command that began it goes on")
+    histories = [_blank(known, len(pack.runs)) if history is None else history for pack, history in zip(packs, found)]
+    result = assemble(config, packs, histories, record["data"], float("nan"))
+    going = {run[:3] for pack in packs for run in pack.runs if not checkpoint.finished(workdir / "packs" / pack.name)}
+    short = [run[:3] in going for run in sweep.runs(config)]
+    result["status"] = result.status.where(~np.asarray(short), "unfinished")  # else what has no end yet counts as diverged
+    return results.save(result, workdir / "partial.nc")
+
+
+def _blank(like: checkpoint.History, runs: int) -> checkpoint.History:
+    """The history of a pack that has not begun."""
+    blank = {}
+    for name, value in like.items():
+        axis = 0 if name.rpartition("/")[2] in executor.LAST_ONLY else 1
+        shape = (*value.shape[:axis], runs, *value.shape[axis + 1 :])
+        blank[name] = np.full(shape, 1 if value.dtype == np.int8 else np.nan, value.dtype)
+    return blank
 
 
 def _train(
