@@ -37,7 +37,7 @@ def _network(**changes):
     params = {name: jnp.asarray(0.5 * rng.standard_normal(shape)) for name, shape in shapes.items()}
     images = jnp.asarray(rng.integers(0, 256, (IMAGES, PIXELS)).astype(np.uint8))
     form = symmetry.Form(float(section.residual), section.residual_scale)
-    return section, params, form, lambda w: model.apply(w, images)
+    return section, params, form, jax.jit(lambda w: model.apply(w, images))
 
 
 def _labels():
