@@ -21,10 +21,10 @@ STATIC = {
     | {"form": "w_act", "bias": True},
     "optim": {"name": "sgd", "schedule": "cosine", "warmup": 3, "eps": 1e-3, "nesterov": True, "clip_norm": 1.0},
     "train": {"steps": 17, "batch_size": 5},
-    "measure": {"rank": 2, "solver": "svd"},
+    "measure": {"rank": 2, "solver": "svd", "activity": 8},
 }
 TRACED = {
-    "model": {"init_gain": 0.7, "residual_scale": 0.5},
+    "model": {"init_gain": 0.7, "residual_scale": 0.5, "activation_scale": 2.0, "activation_shift": 0.1, "negative_slope": 0.2},
     "optim": {"lr": 0.2, "b1": 0.8, "b2": 0.7, "momentum": 0.6, "weight_decay": 0.1},
 }
 LEAVES = [(section, name) for section, fields in STATIC.items() for name in fields]
