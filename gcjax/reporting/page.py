@@ -10,7 +10,7 @@ from jinja2 import Environment, StrictUndefined
 from gcjax.reporting import tables
 from gcjax.reporting.claims import Claim
 
-LARGEST_SVG = 250_000  # bytes; a larger figure is embedded as PNG
+LARGEST_SVG = 150_000  # bytes; a larger figure is embedded as PNG where that is smaller
 WIDTH = "60rem"
 CLASSES = {"reproduced": "good", "yes": "good", "not reproduced": "bad", "no": "bad"}  # others are open
 
@@ -32,7 +32,8 @@ class Picture:
     @property
     def source(self) -> str:
         """The picture as a data URI."""
-        kind, content = ("svg+xml", self.svg) if len(self.svg) <= LARGEST_SVG else ("png", self.png)
+        vector = len(self.svg) <= max(LARGEST_SVG, len(self.png))
+        kind, content = ("svg+xml", self.svg) if vector else ("png", self.png)
         return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
 
 
