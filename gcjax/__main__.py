@@ -47,6 +47,7 @@ examples:
 
 presets of configs/mlp_ablation.py: quick, paper, init_scale, optimizer, normalization
 presets of configs/mlp_mechanism.py: factorial, dose, symmetry
+presets of configs/mlp_phase.py: small, full
 presets of configs/llama_wikitext.py: mini, 34m, ablation, untested"""
 MEASURE = """Measure the geometric continuity of a pretrained model's projections (Q, K, V, O, Gate, Up, Down): a
 checkpoint (safetensors or GGUF) is streamed, one matrix in memory at a time. Stopped at any moment, the same command

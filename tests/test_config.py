@@ -7,7 +7,9 @@ import pytest
 from ml_collections import ConfigDict
 
 from gcjax import config as configs
+from gcjax.__main__ import TRAIN_EXAMPLES
 from gcjax.errors import GcjaxError, nearest
+from gcjax.training.study import check
 
 STUDY = str(Path(__file__).parents[1] / "configs" / "mlp_ablation.py")
 
@@ -146,6 +148,25 @@ def test_presets_of_the_study_load_and_share_every_field(preset):
     assert paths == others
     claims = configs.differences(base.claims.to_dict(), config.claims.to_dict())
     assert claims == [], "thresholds stand fixed, whatever the preset"
+
+
+EVERY = {
+    "mlp_ablation": ("quick", "paper", "init_scale", "optimizer", "normalization"),
+    "mlp_mechanism": ("factorial", "dose", "symmetry"),
+    "mlp_phase": ("small", "full"),
+    "llama_wikitext": ("mini", "34m", "ablation", "untested"),
+}
+
+
+@pytest.mark.parametrize(("study", "preset"), [(study, preset) for study, presets in EVERY.items() for preset in presets])
+def test_every_preset_can_run_and_an_unknown_one_names_them(study, preset):
+    file = Path(STUDY).with_name(f"{study}.py")
+    config = configs.load(f"{file}:{preset}")
+    assert (config.study, config.preset) == (study, preset)
+    assert len(check(config)) == config.seeds * len(config.points) > 0
+    with pytest.raises(GcjaxError, match=f"there is no preset 'x'; there are: {', '.join(EVERY[study])}"):
+        configs.load(f"{file}:x")
+    assert f"configs/{study}.py: {', '.join(EVERY[study])}" in TRAIN_EXAMPLES
 
 
 def test_an_unknown_preset_of_the_study_is_refused():
