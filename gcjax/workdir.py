@@ -1,11 +1,15 @@
-"""A workdir belongs to one study or one measurement: `record.json` in it says which."""
+"""A workdir belongs to one study or one measurement: `record.json` in it says which. Its parts outlive an interruption."""
 
 import contextlib
+import io
 import json
 import shutil
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from gcjax import config as configs
 from gcjax import processes, results
@@ -80,3 +84,19 @@ def open_workdir(
     except (OSError, ValueError) as error:
         raise GcjaxError(f"the workdir {workdir} cannot be used: {error}") from error
     return workdir
+
+
+def save_part(path: Path, arrays: Mapping[str, Any]) -> None:
+    """Write arrays by name as one .npz, whole or not at all."""
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)  # pyright: ignore[reportArgumentType]
+    results.write_whole(path, buffer.getbuffer(), "; free space and run the same command again")
+
+
+def load_part(path: Path) -> dict[str, Any]:
+    """What `save_part` wrote; raises `GcjaxError` where it is damaged."""
+    try:
+        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as stored:
+            return dict(stored)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise GcjaxError(f"{path} is damaged ({error}); delete it and run the same command again") from error

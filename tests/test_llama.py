@@ -444,6 +444,31 @@ def test_stacks_of_gradients_are_gradients_of_stacks():
     assert turned == pytest.approx(along, rel=1e-5)
 
 
+@pytest.mark.parametrize("changes", [VARIANTS[i] for i in (1, 2, 4, 5, 9)], ids=str)
+def test_the_steps_are_the_model_and_tell_what_each_projection_is_given(changes):
+    """A kernel's gradient is a sum of (input, gradient of the output) over tokens: here of fewer than inputs have entries."""
+    config, tokens = _config(**changes), jnp.asarray(_tokens(batch=1))
+    model, steps = llama.build(config), llama.steps(config)
+    params, probe = (
+        _params(model, scale=0.15),
+        np.random.default_rng(3).standard_normal((1, 9, config.width)).astype(np.float32),
+    )
+    h = steps.embed(params, tokens)
+    for index in range(config.depth):
+        layer = llama.of_layer(params, index)
+        (after, given), pull = jax.vjp(lambda layer, h=h: steps.layer(layer, h), layer)
+        (gradients,) = pull((jnp.asarray(probe), jax.tree.map(jnp.zeros_like, given)))
+        for name in llama.MATRICES:
+            x_NI = np.asarray(given[llama.INPUT_OF[name]])[0]
+            basis_IN, _ = np.linalg.qr(x_NI.T)
+            gradient_IO = np.asarray(gradients[name])
+            outside = gradient_IO - basis_IN @ (basis_IN.T @ gradient_IO)
+            assert np.linalg.norm(outside) < 1e-4 * np.linalg.norm(gradient_IO), name
+            assert len(x_NI) < len(gradient_IO)
+        h = after
+    np.testing.assert_allclose(steps.read_out(params, h), _logits(model, params, tokens), rtol=1e-4, atol=1e-5)
+
+
 def test_parameters_are_named_and_have_their_roles():
     full = _model(qkv_bias=True, qk_norm=True)
     shapes = {name: x.shape for name, x in jax.eval_shape(full.init, jax.random.key(0)).items()}

@@ -45,8 +45,8 @@ def test_errors_are_those_of_the_factors(choice: str, shape: tuple[int, int, int
     w, root = draw(*shape), roots(shape[0], shape[2]) if weighted else None
     curve = sharing.errors(w, root)[choice]
     assert (np.diff(curve) <= 1e-9 * curve[0]).all()
-    for rank in (1, 3, sharing.highest_rank(shape, choice)):
-        made = sharing.factors(w, choice, rank, root)
+    ranks = (1, 3, sharing.highest_rank(shape, choice))
+    for rank, made in zip(ranks, sharing.factors(w, choice, ranks, root)):
         assert squared(w, made.dense(), root) == pytest.approx(curve[rank], rel=1e-7, abs=1e-9 * curve[0])
         assert made.parameters == rank * sharing.parameters_per_rank(shape, choice)
     assert curve[-1] == 0
@@ -56,7 +56,7 @@ def test_errors_are_those_of_the_factors(choice: str, shape: tuple[int, int, int
 def test_no_other_factors_are_better(choice: str) -> None:
     """With one moment for all layers, where the weighted basis is the best there is: steps away only cost."""
     w, root = draw(3, 8, 6), np.repeat(roots(1, 6), 3, axis=0)
-    best = sharing.factors(w, choice, 2, root)
+    (best,) = sharing.factors(w, choice, [2], root)
     least = squared(w, best.dense(), root)
     for seed in range(20):
         left = best.left + 0.01 * draw(*best.left.shape, seed=seed)
@@ -102,7 +102,7 @@ def test_identical_layers_need_half_the_parameters(choice: str) -> None:
     curves, rank = sharing.errors(w), sharing.ranks(w.shape, 0.5)
     assert sharing.at(curves[choice], rank[choice]) < 1e-12 * (w**2).sum()
     assert sharing.at(curves["own"], rank["own"]) > 1e-3 * (w**2).sum()
-    made = sharing.factors(w, choice, int(rank[choice]))
+    (made,) = sharing.factors(w, choice, [int(rank[choice])])
     np.testing.assert_allclose(made.dense(), w, atol=1e-12 * np.abs(w).max() * 24)
     assert 2 * made.parameters == w.size
 
@@ -138,7 +138,7 @@ def test_a_layer_by_itself_shares_with_none() -> None:
     [
         (lambda: sharing.ranks((2, 4, 4), 1.0), r"ratio 1 is outside \(0, 1\)"),
         (lambda: sharing.ranks((2, 4, 4), 0.0), r"ratio 0 is outside"),
-        (lambda: sharing.factors(draw(2, 4, 4), "own", 5), r"rank 5 is outside 1\.\.4"),
+        (lambda: sharing.factors(draw(2, 4, 4), "own", [2, 5]), r"rank 5 is outside 1\.\.4"),
         (lambda: sharing.parameters_per_rank((2, 4, 4), "inpt"), "there is no choice 'inpt'; .*input"),
     ],
 )

@@ -53,7 +53,9 @@ class Text:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Split:
+class Split:
+    """Some documents of a corpus: how many, their UTF-8 bytes, and the sha256 of them all in order."""
+
     documents: Documents
     count: int
     bytes: int
@@ -97,7 +99,7 @@ def load(
     root, say = cache or assets.cache_directory(), report or (lambda _: None)
     corpus = open_corpus(source, files, cache, say)
     say(f"{source}: reading its documents")
-    train, valid = _splits(source, corpus, valid_fraction)
+    train, valid = splits(source, corpus, valid_fraction)
     contents = json.dumps([_FORMAT, vocabulary, train.sha256, valid.sha256]).encode()
     folder = root / "text" / f"{source}-{vocabulary}-{hashlib.sha256(contents).hexdigest()[:16]}"
     try:
@@ -137,7 +139,11 @@ def check_window(text: Text, length: int) -> None:
             )
 
 
-def _splits(source: str, corpus: Corpus, valid_fraction: float) -> tuple[_Split, _Split]:
+def splits(source: str, corpus: Corpus, valid_fraction: float) -> tuple[Split, Split]:
+    """The corpus's own splits, else all documents but `valid_fraction` of the distinct ones, chosen by content, and these.
+
+    Raises `GcjaxError` as `load` does.
+    """
     if corpus.valid is not None:
         return _split(corpus.train, *_scan(corpus.train())), _split(corpus.valid, *_scan(corpus.valid()))
     if not 0 < valid_fraction < 1:
@@ -159,8 +165,8 @@ def _splits(source: str, corpus: Corpus, valid_fraction: float) -> tuple[_Split,
     return train, valid
 
 
-def _split(documents: Documents, digests: UInt8[np.ndarray, "N 32"], sizes: Int64[np.ndarray, "N"]) -> _Split:
-    return _Split(documents, len(sizes), int(sizes.sum()), hashlib.sha256(digests.tobytes()).hexdigest())
+def _split(documents: Documents, digests: UInt8[np.ndarray, "N 32"], sizes: Int64[np.ndarray, "N"]) -> Split:
+    return Split(documents, len(sizes), int(sizes.sum()), hashlib.sha256(digests.tobytes()).hexdigest())
 
 
 def _scan(documents: Iterable[str]) -> tuple[UInt8[np.ndarray, "N 32"], Int64[np.ndarray, "N"]]:
@@ -172,7 +178,7 @@ def _scan(documents: Iterable[str]) -> tuple[UInt8[np.ndarray, "N 32"], Int64[np
     return np.frombuffer(bytes(digests), np.uint8).reshape(-1, 32), np.array(sizes, np.int64)
 
 
-def _prepare(folder: Path, train: _Split, valid: _Split, vocabulary: int, say: Callable[[str], object]) -> None:
+def _prepare(folder: Path, train: Split, valid: Split, vocabulary: int, say: Callable[[str], object]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     assets.remove_dead_scratch(folder.parent, _SCRATCH)
     # Inside the cache, hence on its file system. File by file, since two processes write the same: neither takes away what
@@ -217,7 +223,7 @@ def _train_tokenizer(documents: Iterable[str], vocabulary: int) -> tokenizers.To
     return tokenizer
 
 
-def _write_tokens(path: Path, split: _Split, tokenizer: tokenizers.Tokenizer, say: Callable[[str], object]) -> None:
+def _write_tokens(path: Path, split: Split, tokenizer: tokenizers.Tokenizer, say: Callable[[str], object]) -> None:
     tokenizer.encode_special_tokens = True  # END inside a document is text
     length, done, told = 0, 0, time.monotonic()
     with path.open("wb") as file:
@@ -240,7 +246,7 @@ def _write_header(file: BinaryIO, length: int) -> None:
     np.lib.format.write_array_header_1_0(file, {"descr": "<u2", "fortran_order": False, "shape": (length,)})
 
 
-def _unchanged(split: _Split) -> Iterator[str]:
+def _unchanged(split: Split) -> Iterator[str]:
     """The documents of a split; raises `GcjaxError` after the last where they are not those that its sha256 names."""
     digest = hashlib.sha256()
     for document in split.documents():

@@ -8,16 +8,18 @@ A window of N matrices `W_n[out, in]` is approximated in one of three ways, each
 | input | `A_n B`, one `B[r, in]` | `r (N O + I)` | the matrices stacked by rows |
 | output | `B A_n`, one `B[out, r]` | `r (O + N I)` | the matrices stacked by columns |
 
-Errors are those of outputs: `sum_n ||(W_n - Y_n) R_n||_F^2`, where `R_n R_n^T` is the second moment of what matrix n is given;
-of plain Frobenius error, R_n is the identity. Weighted and shared in the input space, the basis is the best for the window's
-mean moment and every `A_n` the best for its own: an upper bound of the least error, equal to it where the moments agree.
+Errors are those of outputs: `sum_n ||(W_n - Y_n) R_n||_F^2`, where the root R_n of the second moment of what matrix n is given
+has `R_n R_n^T` equal to it; of plain Frobenius error, R_n is the identity. Weighted and shared in the input space, the basis
+is the best for the window's mean moment and every `A_n` the best for its own: an upper bound of the least error, equal to it
+where the moments agree.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
+from scipy.linalg import solve_triangular
 
 from gcjax.errors import GcjaxError, nearest
 
@@ -57,16 +59,21 @@ def highest_rank(shape: tuple[int, int, int], choice: str) -> int:
 
 
 def root(moment_II: Float[np.ndarray, "I I"], ridge: float) -> Float[np.ndarray, "I I"]:
-    """The symmetric root of a second moment to which `ridge` times its mean eigenvalue is added in every direction."""
-    e_I, x_II = np.linalg.eigh(moment_II.astype(np.float64))
-    e_I = np.maximum(e_I, 0.0)
-    return (x_II * np.sqrt(e_I + ridge * e_I.mean())) @ x_II.T
+    """The Cholesky root of a second moment to which `ridge` times its mean eigenvalue is added in every direction.
+
+    Raises `GcjaxError` for a moment that is zero or not finite.
+    """
+    i, mean = len(moment_II), float(np.trace(moment_II)) / len(moment_II)
+    try:
+        return np.linalg.cholesky(moment_II.astype(np.float64) + ridge * mean * np.eye(i))
+    except np.linalg.LinAlgError as error:
+        raise GcjaxError(f"a second moment of {i} inputs has no root; they are zero or not finite") from error
 
 
 def errors(w_NOI: Window, root_NII: Roots | None = None) -> dict[str, Float[np.ndarray, " ranks"]]:
     """For each choice the squared error at rank 0, 1, ... `highest_rank`, where it is 0; float64.
 
-    `root_NII` holds the R_n, symmetric; None: the identity.
+    `root_NII` holds the R_n; None: the identity.
     """
     w_NOI = w_NOI.astype(np.float64)
     x_NOI = w_NOI if root_NII is None else w_NOI @ root_NII
@@ -83,25 +90,36 @@ def at(error_r: Float[np.ndarray, " ranks"], rank: float) -> float:
     return float(np.interp(rank, np.arange(len(error_r)), error_r))
 
 
-def factors(w_NOI: Window, choice: str, rank: int, root_NII: Roots | None = None) -> Factors:
-    """The approximation at `rank`, float64; at `highest_rank` it is exact. Raises `GcjaxError` for a rank outside 1..that."""
-    if not 1 <= rank <= highest_rank(w_NOI.shape, choice):
-        raise GcjaxError(f"rank {rank} is outside 1..{highest_rank(w_NOI.shape, choice)}, those of {choice} at {w_NOI.shape}")
-    w_NOI = w_NOI.astype(np.float64)
+def factors(w_NOI: Window, choice: str, ranks: Sequence[int], root_NII: Roots | None = None) -> list[Factors]:
+    """The approximation at each of `ranks`, from one decomposition, float64; at `highest_rank` it is exact.
+
+    Raises `GcjaxError` for a rank outside 1..that.
+    """
+    most = highest_rank(w_NOI.shape, choice)
+    if wrong := [rank for rank in ranks if not 1 <= rank <= most]:
+        raise GcjaxError(f"rank {wrong[0]} is outside 1..{most}, those of {choice} at {w_NOI.shape}")
+    w_NOI, top = w_NOI.astype(np.float64), max(ranks)
     x_NOI = w_NOI if root_NII is None else w_NOI @ root_NII
-    if choice == "own":
-        left_NOr = np.stack([_leading(x_OI @ x_OI.T, rank) for x_OI in x_NOI])
-        return Factors(left_NOr, left_NOr.swapaxes(1, 2) @ w_NOI)
-    if choice == "output":
-        left_1Or = _leading(np.einsum("noi,npi->op", x_NOI, x_NOI, optimize=True), rank)[None]
-        return Factors(left_1Or, left_1Or.swapaxes(1, 2) @ w_NOI)
-    right_rI = _input_basis(w_NOI, root_NII, rank).T
+    if choice != "input":
+        stacked = x_NOI if choice == "own" else _by_columns(x_NOI)[None]
+        left_NOr = np.stack([_span(x_OI, top) for x_OI in stacked])
+        right_NrI = left_NOr.swapaxes(1, 2) @ w_NOI
+        return [Factors(left_NOr[:, :, :r], right_NrI[:, :r]) for r in ranks]
     if root_NII is None:
-        return Factors(w_NOI @ right_rI.T, right_rI[None])
-    # A_n solves min ||(W_n - A_n B) R_n||: least squares on what is given to the basis.
-    given_NrI = right_rI @ root_NII
-    left_NOr = np.stack([np.linalg.lstsq(g_rI.T, x_OI.T, rcond=None)[0].T for g_rI, x_OI in zip(given_NrI, x_NOI)])
-    return Factors(left_NOr, right_rI[None])
+        right_rI = _span(_by_rows(w_NOI).T, top).T
+        left_NOr = w_NOI @ right_rI.T
+        return [Factors(left_NOr[:, :, :r], right_rI[None, :r]) for r in ranks]
+    # A_n solves min ||(W_n - A_n B) R_n||: least squares on what is given to the basis, of which R_n^T B^T = Q T.
+    right_rI = _input_basis(w_NOI, root_NII, top).T
+    solved = [np.linalg.qr(root_II.T @ right_rI.T) for root_II in root_NII]
+    targets = [(x_OI @ q_Ir).T for x_OI, (q_Ir, _) in zip(x_NOI, solved)]
+    return [
+        Factors(
+            np.stack([solve_triangular(t_rr[:r, :r], y_rO[:r]).T for y_rO, (_, t_rr) in zip(targets, solved)]),
+            right_rI[None, :r],
+        )
+        for r in ranks
+    ]
 
 
 def random_frames(s_NM: Float[np.ndarray, "N M"], shape: tuple[int, int], seed: int) -> Window:
@@ -151,19 +169,22 @@ def _tails(square_r: np.ndarray) -> np.ndarray:
     return np.append(np.cumsum(square_r[::-1])[::-1], 0.0)
 
 
+def _span(x_OI: np.ndarray, rank: int) -> np.ndarray:
+    """The leading left singular vectors `[O, rank]`, from the smaller Gram matrix."""
+    if x_OI.shape[0] <= x_OI.shape[1]:
+        return _leading(x_OI @ x_OI.T, rank)
+    return np.linalg.qr(x_OI @ _leading(x_OI.T @ x_OI, rank))[0]
+
+
 def _leading(gram_DD: np.ndarray, rank: int) -> np.ndarray:
     return np.linalg.eigh(gram_DD)[1][:, ::-1][:, :rank]
 
 
-def _input_basis(w_NOI: np.ndarray, root_NII: np.ndarray | None, rank: int) -> np.ndarray:
+def _input_basis(w_NOI: np.ndarray, root_NII: np.ndarray, rank: int) -> np.ndarray:
     """`[I, rank]`, the leading directions of the inputs; their spans are nested."""
-    gram_II = np.einsum("noi,noj->ij", w_NOI, w_NOI, optimize=True)
-    if root_NII is None:
-        return _leading(gram_II, rank)
-    # In the coordinates z = M^-1 x of the mean moment M^2 = mean R_n^2 the problem is the plain one.
-    e_I, q_II = np.linalg.eigh(np.mean(root_NII @ root_NII, axis=0))
-    mean_II, back_II = (q_II * np.sqrt(e_I)) @ q_II.T, (q_II / np.sqrt(e_I)) @ q_II.T
-    return back_II @ _leading(mean_II @ gram_II @ mean_II, rank)
+    # With the root C of the mean moment as coordinates, x = C z, the problem is the plain one.
+    mean_II = np.linalg.cholesky(np.mean(root_NII @ root_NII.swapaxes(1, 2), axis=0))
+    return solve_triangular(mean_II, _span(_by_rows(w_NOI @ mean_II).T, rank), lower=True, trans=1)
 
 
 def _input_errors(w_NOI: np.ndarray, root_NII: np.ndarray) -> np.ndarray:
@@ -174,7 +195,7 @@ def _input_errors(w_NOI: np.ndarray, root_NII: np.ndarray) -> np.ndarray:
     for w_OI, root_II in zip(w_NOI, root_NII):
         x_OI = w_OI @ root_II
         # Orthonormal, in order: what the first r columns span is what r directions of the basis give.
-        q_Ir, _ = np.linalg.qr(root_II @ basis_Ir)
+        q_Ir, _ = np.linalg.qr(root_II.T @ basis_Ir)
         kept_r += ((x_OI @ q_Ir) ** 2).sum(axis=0)
         total += float((x_OI**2).sum())
     return np.append(np.maximum(total - np.append(0.0, np.cumsum(kept_r[:-1])), 0.0), 0.0)

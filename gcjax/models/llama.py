@@ -9,9 +9,9 @@ attended to. Kernels are `[in, out]`; `stacks` turns them into `W[out, in]`.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -27,6 +27,7 @@ NORMS = ("rmsnorm", "layernorm", "none")  # layernorm has a gain and no shift: i
 DTYPES = ("float32", "bfloat16")
 ROPE_SCALINGS = ("none", "linear", "llama3", "factors")
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+INPUT_OF = {"q": "q", "k": "q", "v": "q", "o": "o", "gate": "gate", "up": "gate", "down": "down"}  # the first with its input
 
 # parameter name -> its role ("matrix": a stack of layers, "embedding" or "vector") and the part it is counted in
 PARAMETERS: Mapping[str, tuple[str, str]] = {
@@ -151,27 +152,37 @@ class Llama(nn.Module):
         if self.norm != "none":
             layers |= {name: self.param(name, ones, (L, D)) for name in ("attention_norm", "mlp_norm")}
 
-        # take fills with NaN where a token is outside the vocabulary; indexing would clamp.
-        h_BTD = jnp.take(embedding_VD, tokens_BT, axis=0).astype(self.dtype)
+        h_BTD = self.embed(embedding_VD, tokens_BT)
         # For the backward pass a layer keeps its products with weights: to keep the rest, above all the T x T weights of
         # attention, takes twice the memory and no less time. Inside a scan nothing merges the recomputation with the first
         # computation, so no barrier against that.
         kept = None if self.remat else jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        step = jax.checkpoint(self.layer, prevent_cse=False, policy=kept)
+        step = jax.checkpoint(lambda h_BTD, layer: self.layer(h_BTD, layer)[0], prevent_cse=False, policy=kept)
         h_BTD, _ = jax.lax.scan(lambda h, layer: (step(h, layer), None), h_BTD, layers)
-        if self.norm != "none":
-            h_BTD = self.normalize(h_BTD, self.param("final_norm", ones, (D,)))
-        return dense(h_BTD, head_DV.astype(self.dtype), jnp.float32)
+        return self.read_out(h_BTD, self.param("final_norm", ones, (D,)) if self.norm != "none" else None, head_DV)
 
-    def layer(self, h_BTD: Array, layer: Mapping[str, Array]) -> Array:
+    def embed(self, embedding_VD: Array, tokens_BT: Array) -> Array:
+        # take fills with NaN where a token is outside the vocabulary; indexing would clamp.
+        return jnp.take(embedding_VD, tokens_BT, axis=0).astype(self.dtype)
+
+    def read_out(self, h_BTD: Array, gain_D: Array | None, head_DV: Array) -> Array:
+        return dense(self.normalize(h_BTD, gain_D), head_DV.astype(self.dtype), jnp.float32)
+
+    def layer(self, h_BTD: Array, layer: Mapping[str, Array]) -> tuple[Array, dict[str, Array]]:
+        """What follows one layer, and what its projections are given, by `INPUT_OF`'s names."""
         w = {name: value if name.endswith("norm") else value.astype(self.dtype) for name, value in layer.items()}
-        y_BTD = self.attend(self.normalize(h_BTD, w.get("attention_norm")), w)
+        x_BTD = self.normalize(h_BTD, w.get("attention_norm"))
+        mixed_BTQ = self.attend(x_BTD, w)
+        y_BTD = dense(mixed_BTQ, w["o"])
         h_BTD = h_BTD + y_BTD if self.residual else y_BTD
-        x_BTD = self.normalize(h_BTD, w.get("mlp_norm"))
-        y_BTD = dense(ACTIVATIONS[self.activation](dense(x_BTD, w["gate"])) * dense(x_BTD, w["up"]), w["down"])
-        return h_BTD + y_BTD if self.residual else y_BTD
+        z_BTD = self.normalize(h_BTD, w.get("mlp_norm"))
+        gated_BTF = ACTIVATIONS[self.activation](dense(z_BTD, w["gate"])) * dense(z_BTD, w["up"])
+        y_BTD = dense(gated_BTF, w["down"])
+        given = {"q": x_BTD, "o": mixed_BTQ, "gate": z_BTD, "down": gated_BTF}
+        return h_BTD + y_BTD if self.residual else y_BTD, given
 
     def attend(self, x_BTD: Array, w: Mapping[str, Array]) -> Array:
+        """The heads' outputs side by side, before they are projected."""
         positions_T = jnp.arange(x_BTD.shape[1])
         frequencies_W = jnp.asarray(self.frequencies, jnp.float32)
 
@@ -186,10 +197,10 @@ class Llama(nn.Module):
         # Softmax is in float32 whatever the dtype.
         mix = linear_attention if self.attention == "linear" else partial(jax.nn.dot_product_attention, is_causal=True)
         y_BTHE = mix(project("q"), project("k"), project("v"))
-        return dense(y_BTHE.reshape(*y_BTHE.shape[:2], -1), w["o"])
+        return y_BTHE.reshape(*y_BTHE.shape[:2], -1)
 
     def normalize(self, x_BTD: Array, gain_D: Array | None) -> Array:
-        if gain_D is None:
+        if gain_D is None:  # norm "none"
             return x_BTD
         if self.norm == "layernorm":
             x_BTD = x_BTD.astype(jnp.float32)
@@ -202,6 +213,34 @@ def stacks(params: Mapping[str, Array]) -> dict[str, Array]:
     return {name: params[name].swapaxes(-1, -2) for name in MATRICES}
 
 
+class Steps(NamedTuple):
+    """The decoder one layer at a time, as pure functions, for what changes or leaves out single layers."""
+
+    embed: Callable[[Params, Array], Array]  # parameters, tokens [B, T] -> hidden states [B, T, D]
+    layer: Callable[[Params, Array], tuple[Array, dict[str, Array]]]  # one layer's parameters (`of_layer`) -> `Llama.layer`
+    read_out: Callable[[Params, Array], Array]  # parameters, hidden states -> logits [B, T, V]
+
+
+def steps(config: Any) -> Steps:
+    """The decoder that `build(config)` gives, in steps; raises as it does, but knows no longest sequence."""
+    module = _module(config)
+
+    def read_out(params: Params, h_BTD: Array) -> Array:
+        head_DV = params["embedding"].T if module.tied else params["head"]
+        return module.read_out(h_BTD, params.get("final_norm"), head_DV)
+
+    return Steps(
+        lambda params, tokens_BT: module.embed(params["embedding"], tokens_BT),
+        lambda layer, h_BTD: module.layer(h_BTD, layer),
+        read_out,
+    )
+
+
+def of_layer(params: Params, index: int) -> dict[str, Array]:
+    """One layer's parameters."""
+    return {name: value[index] for name, value in params.items() if name not in ("embedding", "final_norm", "head")}
+
+
 def build(config: Any) -> Model:
     """The decoder that `config` (the study's `model` section) describes; `init_std` may be traced.
 
@@ -210,6 +249,21 @@ def build(config: Any) -> Model:
     Raises `GcjaxError` for an activation, attention, norm, dtype or rotary scaling that does not exist, for heads that do
     not fit and for a negative `max_length`; `apply` does, when it is traced, for tokens beyond `max_length`.
     """
+    module, longest = _module(config), config["max_length"]
+
+    def init(key: PRNGKeyArray) -> Any:
+        return dict(module.init(key, jnp.zeros((1, 1), jnp.int32))["params"])
+
+    def apply(params: Params, tokens_BT: Array) -> Any:
+        length = tokens_BT.shape[-1]
+        if 0 < longest < length:
+            raise GcjaxError(f"the sequence has {length} tokens; cut it to model.max_length={longest}, or raise it")
+        return module.apply({"params": params}, tokens_BT)
+
+    return Model(init, apply, stacks, ROLES)
+
+
+def _module(config: Any) -> Llama:
     scaling = config["rope_scaling"]
     for field, value, known in (
         ("activation", config["activation"], ACTIVATIONS),
@@ -234,18 +288,7 @@ def build(config: Any) -> Model:
         raise GcjaxError(f"model.max_length={longest} is negative; give the longest sequence's tokens, or 0 for no limit")
     turning = frequencies(head_dim, config["rope_theta"], scaling)
     fields = {field.name: config[field.name] for field in dataclasses.fields(Llama) if field.name in config}
-    module = Llama(**fields, frequencies=tuple(turning.tolist()))
-
-    def init(key: PRNGKeyArray) -> Any:
-        return dict(module.init(key, jnp.zeros((1, 1), jnp.int32))["params"])
-
-    def apply(params: Params, tokens_BT: Array) -> Any:
-        length = tokens_BT.shape[-1]
-        if 0 < longest < length:
-            raise GcjaxError(f"the sequence has {length} tokens; cut it to model.max_length={longest}, or raise it")
-        return module.apply({"params": params}, tokens_BT)
-
-    return Model(init, apply, stacks, ROLES)
+    return Llama(**fields, frequencies=tuple(turning.tolist()))
 
 
 def parameters_per_part(config: Any) -> dict[str, int]:

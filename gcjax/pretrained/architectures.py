@@ -203,6 +203,14 @@ def assemble(matrix: Matrix, read: Callable[[str], np.ndarray]) -> np.ndarray:
     return w_OI
 
 
+def whole(matrix: Matrix, checkpoint: files.Checkpoint) -> np.ndarray:
+    """`assemble` from an open checkpoint, without reading the rest of a fused tensor."""
+    match matrix.parts:
+        case [Part(tensor, None, False, (rows,))]:
+            return np.ascontiguousarray(checkpoint.tensors[tensor].read(rows), np.float32)
+    return assemble(matrix, lambda name: checkpoint.tensors[name].read())
+
+
 def _bare(name: str) -> str:
     return _PREFIX.sub("", name.replace("_orig_mod.", ""), count=1)
 

@@ -9,13 +9,11 @@ WORKDIR/circuits.nc   their dataset (`gcjax.results.CIRCUITS`)
 
 import dataclasses
 import gc
-import io
 import json
 import math
 import os
 import threading
 import time
-import zipfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -34,12 +32,12 @@ from gcjax import processes, results
 from gcjax.errors import GcjaxError, Stopped, some
 from gcjax.geometry.decompose import Decomposition
 from gcjax.pretrained import architectures, circuits, files, sources
-from gcjax.pretrained.architectures import Matrix, Part, Plan
+from gcjax.pretrained.architectures import Matrix, Plan
 from gcjax.pretrained.collect import collect
 from gcjax.pretrained.files import Checkpoint
 from gcjax.pretrained.options import Options
-from gcjax.pretrained.portrait import Portrait, Weight, draw
-from gcjax.workdir import check_shares, exclusive, open_workdir, share
+from gcjax.pretrained.portrait import Weight, draw
+from gcjax.workdir import check_shares, exclusive, load_part, open_workdir, save_part, share
 
 
 def measure(
@@ -152,7 +150,7 @@ def _projections(job: _Job) -> xr.Dataset | None:
     if job.lacks(missing, len(units), "parts"):
         return None
     attributes = {**job.attributes, "wall_seconds": time.monotonic() - begun}
-    found = collect(job.plan, lambda unit: _load(_part(folder, unit)), job.options, attributes)
+    found = collect(job.plan, lambda unit: load_part(_part(folder, unit)), job.options, attributes)
     results.save(found, target)
     return found
 
@@ -167,8 +165,8 @@ def _circuits(job: _Job) -> None:
     todo = [layers[i] for i in job.share(len(layers)) if not parts[layers[i]].exists()]
     for layer in track(todo, "layers' circuits", console=job.console, disable=not job.console.is_terminal):
         unit = units[layer]
-        read = {name: partial(_whole, job.checkpoint, unit[name]) for name in circuits.PROJECTIONS}
-        _save(parts[layer], circuits.draw(read, heads, job.options.rank))
+        read = {name: partial(architectures.whole, unit[name], job.checkpoint) for name in circuits.PROJECTIONS}
+        save_part(parts[layer], circuits.draw(read, heads, job.options.rank))
         job.end_if_asked()
     job.console.print(f"circuits of {len(todo)} layers, {time.monotonic() - begun:.0f} s", highlight=False)
     processes.wait()
@@ -176,41 +174,20 @@ def _circuits(job: _Job) -> None:
         [str(layer) for layer in units if not parts[layer].exists()], len(units), "layers' circuits"
     ):
         attributes = {**job.attributes, "wall_seconds": time.monotonic() - begun}
-        results.save(circuits.collect(job.plan, lambda layer: _load(parts[layer]), job.options, attributes), target)
+        results.save(circuits.collect(job.plan, lambda layer: load_part(parts[layer]), job.options, attributes), target)
 
 
 def _part(folder: Path, unit: Matrix) -> Path:
     return folder / f"{quote(unit.projection, safe='')}-{unit.layer:04d}.npz"  # found by pattern, it may hold any character
 
 
-def _load(path: Path) -> Portrait:
-    try:
-        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as stored:
-            return dict(stored)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise GcjaxError(f"{path} is damaged ({error}); delete it and run the same command again") from error
-
-
-def _save(path: Path, portrait: Portrait) -> None:
-    buffer = io.BytesIO()
-    np.savez(buffer, **portrait)  # pyright: ignore[reportArgumentType]
-    results.write_whole(path, buffer.getbuffer(), "; free space and run the same command again")
-
-
 def _name(unit: Matrix) -> str:
     return f"{unit.projection} {unit.layer}"
 
 
-def _whole(checkpoint: Checkpoint, unit: Matrix) -> np.ndarray:
-    match unit.parts:
-        case [Part(tensor, None, False, (rows,))]:  # no more than this of what is fused
-            return np.ascontiguousarray(checkpoint.tensors[tensor].read(rows), np.float32)
-    return architectures.assemble(unit, lambda name: checkpoint.tensors[name].read())
-
-
 def _read(checkpoint: Checkpoint, unit: Matrix) -> Weight:
     gc.collect(0)  # until then JAX keeps the host arrays it was lent, those of the matrix before
-    w_OI = _whole(checkpoint, unit)
+    w_OI = architectures.whole(unit, checkpoint)
     gain = unit.gain
     gain_D = None if gain is None else checkpoint.tensors[gain.tensor].read().astype(np.float32) + np.float32(gain.offset)
     dtype = checkpoint.tensors[unit.parts[0].tensor].dtype
@@ -254,7 +231,7 @@ def _measure(job: _Job, own: range, folder: Path) -> None:
                 reader.submit(_fetch, checkpoint, units[following])
             portrait, wholes = draw(_read(checkpoint, units[i]), earlier, options)  # no name here: it is freed before the next
             latest = (i, wholes)
-            _save(_part(folder, units[i]), portrait)
+            save_part(_part(folder, units[i]), portrait)
             job.end_if_asked()
             read += sum(checkpoint.tensors[part.tensor].stop - checkpoint.tensors[part.tensor].start for part in units[i].parts)
             text = f"{_name(units[i])}, {read / 1e6 / (time.monotonic() - begun):.0f} MB/s"

@@ -9,7 +9,7 @@ from gcjax.pretrained.directory import is_converted
 from gcjax.pretrained.files import Checkpoint, open_checkpoint
 
 # What a checkpoint needs of a repository: no pickles, no consolidated duplicates, no other frameworks' weights.
-WANTED = ("config.json", "model*.safetensors", "model.safetensors.index.json")
+WANTED = ("config.json", "tokenizer.json", "model*.safetensors", "model.safetensors.index.json")
 
 
 def resolve(model: str, say: Callable[[str], object]) -> Path:

@@ -1,6 +1,7 @@
-"""The tokenizer that a GGUF file carries: byte-level BPE, as SmolLM's."""
+"""The tokenizer that a checkpoint carries: tokenizer.json, or of a GGUF file the byte-level BPE in it, as SmolLM's."""
 
 import os
+from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -14,6 +15,17 @@ PRE_TOKENIZERS = {
     "smollm": [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)],
 }
 _CONTROL, _USER_DEFINED = 3, 4  # token types that are found in a text before anything else
+
+
+def of_checkpoint(path: Path, format: str) -> tokenizers.Tokenizer:
+    """The tokenizer beside or in a checkpoint; raises `GcjaxError` where there is none that can be built."""
+    if format == "gguf":
+        return from_gguf(path)
+    file = (path if path.is_dir() else path.parent) / "tokenizer.json"
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # of the package's own, which is no subclass
+        raise GcjaxError(f"{file} cannot be read ({error})") from error
 
 
 def from_gguf(path: str | os.PathLike[str]) -> tokenizers.Tokenizer:

@@ -4,7 +4,6 @@ are (`gcjax.geometry.symmetry`), how much of training went along them, and what 
 WORKDIR/symmetry/RUN.npz   what was measured of a run; the same command takes up what is there
 """
 
-import io
 import json
 import threading
 import time
@@ -29,6 +28,7 @@ from gcjax.lock import locked
 from gcjax.models import mlp
 from gcjax.provenance import origin
 from gcjax.training import checkpoint, problem, sweep
+from gcjax.workdir import load_part, save_part
 
 IMAGES = 256  # the first of the training set; the same for every run
 DRAWS = 4  # directions of each family
@@ -65,12 +65,9 @@ def measure(workdir: Path, stop: threading.Event | None = None) -> xr.Dataset:
             part = workdir / "symmetry" / f"{pack.name}-{i:04d}.npz"
             if not part.exists():
                 found = of_run(workdir / "packs" / pack.name, i, pack.runs[i].config, run, x_NI, y_N)
-                content = io.BytesIO()
-                np.savez(content, **found)
-                results.write_whole(part, content.getbuffer())
+                save_part(part, found)
                 console.print(f"{r + 1}/{ds.sizes['run']} {pack.runs[i].point}, seed {pack.runs[i].seed}", highlight=False)
-            with np.load(part) as saved:
-                parts.append(dict(saved))
+            parts.append(load_part(part))
             if stop is not None and stop.is_set():
                 raise Stopped(f"stopped on a signal; the same command goes on from {workdir / 'symmetry'}")
     variables = {name: np.stack([part[name] for part in parts]) for name in parts[0]}
