@@ -50,7 +50,11 @@ def get_config(preset: str = "factorial") -> ConfigDict:
 
 
 def factorial() -> tuple[dict, ...]:
-    """Activations that keep or break rotation symmetry, odd or with an even part, with a mean of their own or without."""
+    """Activations that keep or break rotation symmetry, odd or with an even part, with a mean of their own or without.
+
+    Half an hour on two cores. v1 at the end: ReLU, GELU and ReLU less its mean over features .96, SiLU .92, softsign .68,
+    tanh + c .66, |x| .61, None .36, tanh .34, Radial .27; spikes in all runs of |x| and of ReLU less its batch mean.
+    """
     return (
         # symmetric, odd, no mean
         point("None", "none"),
