@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from gcjax.errors import REQUEUE, GcjaxError, Stopped, nearest
-from gcjax.pretrained.options import Options
+from gcjax.pretrained.options import QUICK, Compression, Options, add_to, given
 
 EXAMPLES = """examples:
   gcjax train --config configs/mlp_ablation.py:quick --workdir runs/mlp
   gcjax measure smollm2-135m --workdir runs/smollm2
+  gcjax compress smollm2-135m --workdir runs/compress --quick
   gcjax report runs/mlp
   gcjax fetch --list
 
@@ -64,6 +65,19 @@ examples:
   gcjax measure DIR --workdir runs/big --shard 3/8        # the third of eight shares, in one of several processes
   gcjax measure DIR --workdir runs/big --merge            # when all shares are there
   srun gcjax measure DIR --workdir runs/big --distributed # a share a process"""
+COMPRESS = """Measure what the geometry of a pretrained model is worth to compression: low-rank bases shared by adjacent layers
+in their input or output space beside none shared, at equal parameters, by error and by perplexity; and which layers can be
+left out. A model that cannot be run is measured by its weights alone. Stopped at any moment, the same command resumes."""
+COMPRESS_EXAMPLES = """MODEL is a directory or file, an asset (gcjax fetch --list), or hf:org/name[@revision] on the
+Hugging Face hub.
+
+examples:
+  gcjax compress smollm2-135m --workdir runs/compress --quick     # minutes
+  gcjax compress smollm2-135m --workdir runs/compress
+  gcjax compress hf:Qwen/Qwen3-0.6B --workdir runs/qwen --files 'texts/*.txt' --tested 0.9,0.5
+  gcjax compress DIR --workdir runs/big --weights-only            # one window of one projection in memory
+  gcjax compress smollm2-135m --workdir runs/compress --out models/shared --keep 0.8     # of least perplexity
+  gcjax compress smollm2-135m --workdir runs/compress --out models/dense --keep 0.8 --dense"""
 CONVERT = """Convert a pretrained model of the Llama family (Llama, Mistral, SmolLM, Qwen2, Qwen3) to parameters of
 gcjax's own: DIR/model.json and DIR/params (orbax), one parameter in memory at a time, whole or not at all."""
 CONVERT_EXAMPLES = """MODEL is a directory or file, an asset (gcjax fetch --list), or hf:org/name[@revision] on the
@@ -121,14 +135,27 @@ def parser() -> argparse.ArgumentParser:
     measure = add("measure", MEASURE, MEASURE_EXAMPLES)
     measure.add_argument("model", nargs="+", metavar="MODEL", help="what to measure; several: checkpoints of one training run")
     measure.add_argument("--workdir", required=True, metavar="DIR", help="where parts and results go")
-    for field in dataclasses.fields(Options):
-        measure.add_argument(f"--{field.name.replace('_', '-')}", type=type(field.default), default=field.default,
-                             metavar=type(field.default).__name__.upper(),
-                             help=f"{field.metadata['help']} (default: %(default)s)")  # fmt: skip
+    add_to(measure, Options())
     measure.add_argument("--exact", action="store_true", help="decompose every matrix whole, however large")
     measure.add_argument("--circuits", action="store_true", help="also the products of attention heads: OV and QK")
     _add_formats(measure)
     _add_shares(measure)
+    compress = add("compress", COMPRESS, COMPRESS_EXAMPLES)
+    compress.add_argument("model", metavar="MODEL", help="what to compress")
+    compress.add_argument("--workdir", required=True, metavar="DIR", help="where parts and results go")
+    compress.add_argument("--quick", action="store_true", help="fewer of everything (" + "; ".join(
+        f"--{field.name} {','.join(map(str, value)) if isinstance(value, tuple) else value}"
+        for field in dataclasses.fields(QUICK)
+        if (value := getattr(QUICK, field.name)) != field.default
+    ) + ")")  # fmt: skip
+    compress.add_argument("--weights-only", action="store_true", help="errors of the weights, without running the model")
+    compress.add_argument("--overwrite", action="store_true", help="delete what the workdir holds and begin anew")
+    compress.add_argument("--out", metavar="DIR", help="a new directory for the model compressed, safetensors")
+    compress.add_argument("--keep", type=float, metavar="RATIO", help="share of the projections' parameters to keep in --out, "
+                          "one of --tested (default: their middle one)")  # fmt: skip
+    compress.add_argument("--dense", action="store_true", help="--out holds products of the factors, for any program to load")
+    add_to(compress, Compression())
+    _add_formats(compress)
     convert = add("convert", CONVERT, CONVERT_EXAMPLES)
     convert.add_argument("model", metavar="MODEL", help="what to convert")
     convert.add_argument("--out", required=True, metavar="DIR", help="a new directory for the parameters")
@@ -203,6 +230,8 @@ def run(arguments: Sequence[str], stop: threading.Event | None = None) -> None:
                 print(f"\n{len(written)} files in {options.workdir}: {names}")
         case "measure":
             measure(options, stop)
+        case "compress":
+            compress(options, stop)
         case "convert":
             from gcjax.pretrained.converted import convert
 
@@ -252,19 +281,34 @@ def measure(options: argparse.Namespace, stop: threading.Event | None) -> None:
 
     check_formats(options.formats)
     join(options)
-    chosen = {field.name: getattr(options, field.name) for field in dataclasses.fields(Options)}
-    given = Options(**chosen | ({"exact_below": 10**9} if options.exact else {}))
+    chosen = given(options, Options(exact_below=10**9) if options.exact else Options())
     models = expand(options.model)
     how = {"shard": options.shard, "merge": options.merge, "overwrite": options.overwrite, "stop": stop}
     if len(models) == 1:
-        found = measure(models[0], options.workdir, given, **how, with_circuits=options.circuits)
+        found = measure(models[0], options.workdir, chosen, **how, with_circuits=options.circuits)
     elif options.circuits:
         raise GcjaxError("--circuits takes one checkpoint; measure each of them in a workdir of its own")
     else:
-        found = measure_series(models, options.workdir, given, **how)
+        found = measure_series(models, options.workdir, chosen, **how)
     if found is not None:
         written = report(options.workdir, formats=options.formats)
         print(f"\n{len(written)} files in {options.workdir}")
+
+
+def compress(options: argparse.Namespace, stop: threading.Event | None) -> None:
+    from gcjax.reporting.report import check_formats, report
+
+    check_formats(options.formats)
+    chosen = given(options, QUICK if options.quick else Compression())
+    if options.out is None and (options.dense or options.keep is not None):
+        raise GcjaxError("--keep and --dense say how --out is written; give --out DIR")
+    from gcjax.pretrained.compress import Written, compress
+
+    out = None if options.out is None else Written(Path(options.out), options.keep, options.dense)
+    how = {"weights_only": options.weights_only, "overwrite": options.overwrite, "out": out, "stop": stop}
+    compress(options.model, options.workdir, chosen, **how)
+    written = report(options.workdir, formats=options.formats)
+    print(f"\n{len(written)} files in {options.workdir}")
 
 
 def fetch(name: str | None, listing: bool) -> None:
@@ -281,7 +325,7 @@ def fetch(name: str | None, listing: bool) -> None:
 
 def main() -> None:
     stop = threading.Event()
-    if sys.argv[1:2] in (["train"], ["measure"], ["symmetry"]):
+    if sys.argv[1:2] in (["train"], ["measure"], ["compress"], ["symmetry"]):
         for name in ("SIGTERM", "SIGUSR1"):
             if hasattr(signal, name):
                 signal.signal(getattr(signal, name), lambda *_: stop.set())

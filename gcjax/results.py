@@ -86,6 +86,29 @@ weights. Pairs are labelled as above; those without `head_` are of OV summed ove
 
 Its attributes are a measurement's.
 
+What sharing and pruning cost a checkpoint (kind "compression", `COMPRESSION`; with `PERPLEXITY` where the model could be run
+on text). A window is of `size` adjacent layers or one fewer, `ratio` the share of its parameters that is kept:
+
+| variable | dims | what |
+|---|---|---|
+| error | objective matrix size window ratio choice | relative error of a window's outputs: square root of the share lost |
+| null_error | matrix size window ratio choice | frobenius, of the same spectra in random frames |
+| window_first, window_last (int32) | size window | its layers, by place; -1: there is no such window |
+| advised (int8) | objective matrix size ratio | the choice of least mean error over windows: an index into CHOICES |
+| nll | matrix tested choice sequence | loss on held-out text, nats a token, of the model with that projection compressed |
+| nll_all | tested scheme sequence | the same with all of them compressed |
+| nll_dense | sequence | of the model as it is |
+| nll_without | layer sequence | of the model without that layer |
+| score | order layer | highest is removed first |
+| nll_pruned, removed (int8) | order pruned sequence; layer | loss without so many layers; 1 at those removed |
+| nll_random, removed_random (int8) | draw pruned sequence; layer | the same of random layers |
+
+`objective`: frobenius, weights alone; activations, outputs on real inputs, for which `nll` is compressed, in windows of the
+first `size`. `scheme`: each layer its own basis; shared in the space that the paper predicts; in the other one (V, of which it
+predicts none, its own in both); as advised. `order`: mean continuity with the layers beside, in the predicted spaces; the last
+but one first; least block influence (arXiv 2403.03853); least measured rise of the loss. Attributes: a measurement's, and
+`data` (JSON): of the text.
+
 Beside a study that kept its snapshots, in `symmetry.nc`, what `gcjax.training.orbits` measured (kind "symmetry"; `SYMMETRY`),
 each run at four moments: start, the snapshot of highest continuity (peak), the first one half-way down from there to chance
 (half; where none is so far down, half the time to the end), end. t is in units of the weights' norm:
@@ -222,6 +245,30 @@ SYMMETRY: Mapping[str, tuple[str, ...]] = {
     "gauge_continuity": ("run", "moment", "gauge", "space"),
     "gauge_distance": ("run", "moment", "gauge"),
 }
+CHOICES = ("own", "input", "output")  # of gcjax.geometry.sharing
+SCHEMES = ("own", "predicted", "opposite", "advised")
+ORDERS = ("continuity", "depth", "influence", "measured")
+# The space in which a projection is continuous, according to the paper (arXiv 2605.04971).
+PREDICTED = {"q": "input", "k": "input", "v": "neither", "o": "output", "gate": "input", "up": "input", "down": "output"}
+_SHARED = ("matrix", "size", "window", "ratio", "choice")
+COMPRESSION: Mapping[str, tuple[str, ...]] = {
+    "error": ("objective", *_SHARED),
+    "null_error": _SHARED,
+    "window_first": ("size", "window"),
+    "window_last": ("size", "window"),
+    "advised": ("objective", "matrix", "size", "ratio"),
+}
+PERPLEXITY: Mapping[str, tuple[str, ...]] = {
+    "nll": ("matrix", "tested", "choice", "sequence"),
+    "nll_all": ("tested", "scheme", "sequence"),
+    "nll_dense": ("sequence",),
+    "nll_without": ("layer", "sequence"),
+    "score": ("order", "layer"),
+    "nll_pruned": ("order", "pruned", "sequence"),
+    "removed": ("order", "pruned", "layer"),
+    "nll_random": ("draw", "pruned", "sequence"),
+    "removed_random": ("draw", "pruned", "layer"),
+}
 RUN_COORDS = ("point", "variant", "seed", "status")
 _ORIGIN = ("format", "kind", "versions", "device", "git_revision", "wall_seconds")
 ATTRIBUTES = (*_ORIGIN, "study", "config", "sweep", "data", "throughput")
@@ -242,6 +289,7 @@ KINDS = {
     "measurement": Kind(MEASURED, (), _MODEL),
     "series": Kind({name: ("step", *dims) for name, dims in MEASURED.items()}, ("step", "checkpoint"), _MODEL),
     "circuits": Kind(CIRCUITS, (), _MODEL),
+    "compression": Kind(COMPRESSION, (), (*_MODEL, "data"), PERPLEXITY),
     "symmetry": Kind(SYMMETRY, RUN_COORDS, (*_ORIGIN, "study", "config", "data")),
 }
 

@@ -61,6 +61,37 @@ UNSCALED = {"kind": "none", "factor": 1.0, "low_freq_factor": 1.0, "high_freq_fa
             "original_max_position_embeddings": 8192, "factors": ()}  # fmt: skip
 
 
+def tensor_name(parameter: str, layer: int | None = None) -> str:
+    """Hugging Face's name of a parameter, of one layer where it is a stack of them."""
+    return ("" if parameter == "head" else "model.") + NAMES[parameter][0].format(layer)
+
+
+def hugging_face_config(section: Any) -> dict[str, Any]:
+    """A config.json from which `model_config` reads `section` again, but for rotary factors of a GGUF."""
+    scaling = section.rope_scaling
+    needed = {"none": (), "factors": (), "linear": ("factor",), "llama3": tuple(UNSCALED)[1:5]}[scaling.kind]
+    family = "qwen3" if section.qk_norm else "qwen2" if section.qkv_bias else "llama"
+    found = {
+        "architectures": [{"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}[family]],
+        "model_type": family,
+        "vocab_size": section.vocabulary,
+        "hidden_size": section.width,
+        "intermediate_size": section.mlp_width,
+        "num_hidden_layers": section.depth,
+        "num_attention_heads": section.heads,
+        "num_key_value_heads": section.key_value_heads,
+        "head_dim": section.head_dim,
+        "hidden_act": {"gelu": "gelu_pytorch_tanh"}.get(section.activation, section.activation),
+        "rms_norm_eps": section.norm_eps,
+        "rope_theta": section.rope_theta,
+        "rope_scaling": {"rope_type": scaling.kind} | {field: scaling[field] for field in needed} if needed else None,
+        "initializer_range": section.init_std,
+        "tie_word_embeddings": section.tied,
+        "dtype": section.dtype,
+    }
+    return found | ({"max_position_embeddings": section.max_length} if section.max_length else {})
+
+
 def model_config(config: Mapping[str, Any], shapes: Shapes, read: Read) -> Source:
     """The model that `config` (a decoded config.json, or GGUF metadata by key) describes; `read` serves rope_freqs alone.
 

@@ -10,6 +10,7 @@ from gcjax.pretrained import headers
 _INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 CONVERTED = ("model.json", "params")  # what gcjax convert writes into a directory
+FACTORS = "factors.json"  # what gcjax compress writes beside a model's factors
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 

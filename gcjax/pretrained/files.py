@@ -72,19 +72,23 @@ class Tensor:
             return self.read()[rows].copy()
         return self._rows(first, max(first, last))
 
+    @property
+    def stored(self) -> tuple["Tensor", ...]:
+        """What in files it is made of."""
+        return (self,) if self.scale is None else (self, self.scale)
+
     def fetch(self) -> None:
         """Has the system read the stored bytes, into its cache and no memory of the process, so that `read` need not wait.
 
         What cannot be read is `read`'s to say.
         """
         buffer = memoryview(bytearray(1 << 20))
-        for part in (self, self.scale):
-            if part is not None:
-                with contextlib.suppress(OSError), part.file.open("rb", buffering=0) as stream:
-                    stream.seek(part.start)
-                    left = part.stop - part.start
-                    while left > 0 and (got := stream.readinto(buffer[:left])):
-                        left -= got
+        for part in self.stored:
+            with contextlib.suppress(OSError), part.file.open("rb", buffering=0) as stream:
+                stream.seek(part.start)
+                left = part.stop - part.start
+                while left > 0 and (got := stream.readinto(buffer[:left])):
+                    left -= got
 
     def _rows(self, first: int, last: int) -> np.ndarray:
         shape = (last - first, *self.shape[1:]) if self.shape else ()
@@ -242,9 +246,8 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     digest = hashlib.sha256(checkpoint.format.encode())
     by_file: dict[Path, list[Tensor]] = {}
     for tensor in checkpoint.tensors.values():
-        for part in (tensor, tensor.scale):
-            if part is not None:
-                by_file.setdefault(part.file, []).append(part)
+        for part in tensor.stored:
+            by_file.setdefault(part.file, []).append(part)
     for file, tensors in by_file.items():
         try:
             with file.open("rb") as stream:

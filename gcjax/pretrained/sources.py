@@ -5,7 +5,7 @@ from pathlib import Path
 
 from gcjax.data import assets
 from gcjax.errors import GcjaxError, nearest
-from gcjax.pretrained.directory import is_converted
+from gcjax.pretrained.directory import FACTORS, is_converted
 from gcjax.pretrained.files import Checkpoint, open_checkpoint
 
 # What a checkpoint needs of a repository: no pickles, no consolidated duplicates, no other frameworks' weights.
@@ -29,11 +29,16 @@ def resolve(model: str, say: Callable[[str], object]) -> Path:
 
 
 def open_model(path: Path) -> Checkpoint:
-    """The checkpoint at `path`: safetensors, GGUF, or what `gcjax convert` wrote; raises as `files.open_checkpoint` does."""
+    """The checkpoint at `path`: safetensors, GGUF, or what `gcjax convert` or `gcjax compress` wrote; raises as
+    `files.open_checkpoint` does."""
     if is_converted(path):
         from gcjax.pretrained.stored import open_converted  # brings orbax
 
         return open_converted(path)
+    if (path / FACTORS).is_file():
+        from gcjax.pretrained.factored import open_factored
+
+        return open_factored(path)
     return open_checkpoint(path)
 
 

@@ -71,28 +71,16 @@ def open_converted(folder: Path) -> Checkpoint:
     section, record, declared = _open(folder)
     tensors: dict[str, Tensor] = {}
     for name, (shape, dtype) in declared.items():
-        template, transposed = conversion.NAMES[name][0], conversion.NAMES[name][2]
-        prefix, shape = ("" if name == "head" else "model."), shape[1:] if layered(name) else shape
+        transposed, shape = conversion.NAMES[name][2], shape[1:] if layered(name) else shape
         shape, size = shape[::-1] if transposed else shape, math.prod(shape) * dtype.itemsize
         manifest = folder / "params" / name / "manifest.ocdbt"  # rewritten with new random ids whenever the values are
         layers = range(section.depth) if layered(name) else (None,)
         for layer, stored in zip(layers, record["storage"][name], strict=True):
             stored = "BF16" if _DTYPES[dtype] == "BF16" and stored in ("F64", "F32", "F16") else stored
-            tensor = prefix + template.format(layer)
+            tensor = conversion.tensor_name(name, layer)
             tensors[tensor] = _Stored(tensor, shape, stored, manifest, 0, size,
                                       parameter=name, layer=layer, transposed=transposed)  # fmt: skip
-    config = {
-        "model_type": "llama",
-        "vocab_size": section.vocabulary,
-        "hidden_size": section.width,
-        "intermediate_size": section.mlp_width,
-        "num_hidden_layers": section.depth,
-        "num_attention_heads": section.heads,
-        "num_key_value_heads": section.key_value_heads,
-        "head_dim": section.head_dim,
-        "tie_word_embeddings": section.tied,
-    }
-    return Checkpoint(folder, "safetensors", tensors, config, tuple(record["notes"]))
+    return Checkpoint(folder, "safetensors", tensors, conversion.hugging_face_config(section), tuple(record["notes"]))
 
 
 def layered(name: str) -> bool:

@@ -1,6 +1,6 @@
 """Pictures of a measured checkpoint: each function takes its dataset and returns a Figure."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import matplotlib as mpl
 import numpy as np
@@ -47,15 +47,19 @@ def projections(ds: xr.Dataset) -> Figure:
 
 
 def _grid(ds: xr.Dataset, xlabel: str, ylabel: str, height: float = 1.35) -> tuple[Figure, np.ndarray]:
+    return grid(_names(ds), xlabel, ylabel, height)
+
+
+def grid(names: Sequence[str], xlabel: str, ylabel: str, height: float, sharey: bool = True) -> tuple[Figure, np.ndarray]:
     """A figure with a titled panel for every projection."""
-    count = ds.sizes["matrix"]
+    count = len(names)
     columns = min(count, 4)
     rows = -(-count // columns)
     figure = Figure(figsize=(7.2, height * rows + 0.6))
-    axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
+    axes = figure.subplots(rows, columns, sharex=True, sharey=sharey, squeeze=False).ravel()
     for ax in axes[count:]:
         ax.set_visible(False)
-    for ax, below, name in zip(axes, (*axes[columns:], *axes), _names(ds)):
+    for ax, below, name in zip(axes, (*axes[columns:], *axes), names):
         ax.set_title(name, loc="left")
         ax.tick_params(labelbottom=not below.get_visible() or below in axes[:columns])
     figure.supxlabel(xlabel, size=8)

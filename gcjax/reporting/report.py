@@ -6,7 +6,7 @@ import io
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,20 @@ from rich.text import Text
 
 from gcjax import results
 from gcjax.errors import GcjaxError
-from gcjax.reporting import circuits, figures, measures, orbits, page, panels, portraits, projections, tables, trained
+from gcjax.reporting import (
+    circuits,
+    compression,
+    compression_figures,
+    figures,
+    measures,
+    orbits,
+    page,
+    panels,
+    portraits,
+    projections,
+    tables,
+    trained,
+)
 from gcjax.reporting.claims import Claim, evaluate
 from gcjax.reporting.summary import BASELINE, legend, summary
 
@@ -57,14 +70,19 @@ def _write(path: Path, formats: Sequence[str], with_page: bool, echo: bool) -> t
     """The files beside one `results.nc`, and its section of the page."""
     ds, folder = results.load(path), path if path.is_dir() else path.parent
     products, moves = circuits.beside(ds, folder), orbits.beside(ds, folder)
-    study = ds.attrs["kind"] == "study"
-    told = _study(ds, moves) if study else _model(portraits.latest(ds), products)
+    match ds.attrs["kind"]:
+        case "study":
+            told, draw = _study(ds, moves), figures.draw
+        case "compression":
+            told, draw = _compression(ds), compression_figures.draw
+        case _:
+            told, draw = _model(portraits.latest(ds), products), portraits.draw
     if echo:
         console = Console(width=WIDTH)
         for part in told.terminal:
             console.print(part, markup=False, highlight=False)
     wanted = bool(formats) or with_page
-    drawn, skipped = (figures.draw if study else portraits.draw)(ds) if wanted else ({}, {})
+    drawn, skipped = draw(ds) if wanted else ({}, {})
     drawn |= {"circuits": circuits.figure(products)} if wanted and products is not None else {}
     drawn |= {"symmetry": orbits.figure(moves)} if wanted and moves is not None else {}
     pictures = {name: " ".join(f"[{kind}](figures/{name}.{kind})" for kind in formats) for name in drawn} if formats else {}
@@ -74,6 +92,7 @@ def _write(path: Path, formats: Sequence[str], with_page: bool, echo: bool) -> t
         "claims.md": _markdown(told.markdown, pictures).encode(),
         "claims.csv": _csv(tables.claims_csv(told.claims)),
         "summary.csv": _csv(told.summary),
+        **told.files,
     }
     embedded = []
     for name, figure in drawn.items():
@@ -102,7 +121,13 @@ def _write(path: Path, formats: Sequence[str], with_page: bool, echo: bool) -> t
 
 def _caption(name: str) -> str:
     """What there is to see in a figure: the first paragraph of its function's docstring."""
-    every = (*figures.FIGURES, *trained.FIGURES, *portraits.FIGURES, portraits.over_training)
+    every = (
+        *figures.FIGURES,
+        *trained.FIGURES,
+        *portraits.FIGURES,
+        portraits.over_training,
+        *compression_figures.FIGURES,
+    )
     own = {function.__name__: function for function in every} | {"circuits": circuits.figure, "symmetry": orbits.figure}
     figure, _, matrix = name.partition("-")
     text = " ".join((inspect.getdoc(own[figure]) or "").partition("\n\n")[0].split())
@@ -132,6 +157,7 @@ class Told:
     warnings: Sequence[str]
     command: str
     origin: tuple[str, ...]  # attributes of the results that say what they are of
+    files: Mapping[str, bytes] = field(default_factory=dict)  # more of them, by name
 
 
 def _study(ds: xr.Dataset, moves: xr.Dataset | None) -> Told:
@@ -227,6 +253,33 @@ def _model(ds: xr.Dataset, products: xr.Dataset | None) -> Told:
         warnings=json.loads(ds.attrs["notes"]),
         command=f"gcjax measure {ds.attrs['model']} --workdir DIR    # with the options below",
         origin=("fingerprint", "options"),
+    )
+
+
+def _compression(ds: xr.Dataset) -> Told:
+    claims, parts = compression.claims(ds), compression.sections(ds)
+    notes, title = json.loads(ds.attrs["notes"]), f"Compression of {ds.attrs['model']}"
+    head = f"Family {ds.attrs['family']}, {float(ds.attrs['parameters']) / 1e6:,.0f}M parameters."
+    listed = "\n".join(f"- {note}" for note in notes)
+    shown = [(Text(heading, "bold"), tables.table(cells), Text(legend, "dim")) for heading, cells, legend in parts]
+    return Told(
+        title=title,
+        brief=f"family {ds.attrs['family']}",
+        head=head,
+        terminal=(f"{title}. {head}", *(part for three in shown for part in three), tables.claims_table(claims)),
+        markdown=(
+            f"# {title}",
+            f"{head}\n\n{_origin(ds, 'fingerprint', 'options', 'data')}\n{listed}",
+            *(f"## {heading}\n\n{tables.markdown(cells)}\n\n{legend}" for heading, cells, legend in parts),
+            f"## Claims\n\n{tables.claims_markdown(claims)}",
+        ),
+        claims=claims,
+        summary=compression.summary(ds),
+        tables=[page.Table(*part) for part in parts],
+        warnings=notes,
+        command=f"gcjax compress {ds.attrs['model']} --workdir DIR    # with the options below",
+        origin=("fingerprint", "options", "data"),
+        files={"advice.json": compression.advice_json(ds)},
     )
 
 

@@ -6,8 +6,8 @@ that is no projection, as in the MLP, is read in its input space.
 
 from collections.abc import Iterable
 
-# The space in which a projection is continuous, according to the paper (arXiv 2605.04971).
-PREDICTED = {"q": "input", "k": "input", "v": "neither", "o": "output", "gate": "input", "up": "input", "down": "output"}
+from gcjax.results import PREDICTED
+
 PATTERN = "Q, K, Gate and Up are continuous in the input space, O and Down in the output space, V in neither."
 LABELS = {"input": "v1", "output": "u1"}
 SYMBOLS = {"input": "v₁", "output": "u₁"}
